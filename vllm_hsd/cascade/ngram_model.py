@@ -125,7 +125,6 @@ class NgramModelLevel:
         counts: np.ndarray,
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
-        """See `tools.reference.batch.Level`."""
         owners, positions = last_positions(starts + counts, num_logits)
         if not len(owners):
             return None

@@ -125,7 +125,10 @@ class HostProgram(Program):
         self.awaited[slots] = (drafted > 0) & (top == 0)
 
     def verified(self, slots: np.ndarray, accepted: np.ndarray) -> None:
-        """The target's step has ended: int64 [n], tokens that it accepted of each slot's draft."""
+        """The target's step has ended: int64 [n], tokens that it accepted of each slot's draft.
+
+        Of programs with several sources alone.
+        """
         own = self.awaited[slots]
         self._count_sources(Count.accepted, slots[own], accepted[own])
         self.awaited[slots] = False

@@ -198,10 +198,11 @@ class HostSpeculator(CascadeSpeculator):
         self.caches.step_began(input_batch, entered)
         new = slots[entered[slots]]
         entered[new] = False
-        accepted = np.maximum(num_sampled.numpy() - 1, 0)
-        if self.branches is not None:
-            accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
-        self.program.verified(slots, accepted)
+        if self.program.chosen is not None:
+            accepted = np.maximum(num_sampled.numpy() - 1, 0)
+            if self.branches is not None:
+                accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
+            self.program.verified(slots, accepted)
         if self.budget is not None:
             sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
             self.budget.step_ended(input_batch, self.program, sampled, rejected)

@@ -61,7 +61,7 @@ class Measuring(Protocol):
     """What `vllm-hsd profile` can measure without an engine; each is named by a user's value."""
 
     def measured(self, level: LevelConfig) -> Any:
-        """See `LevelConfig.measured`, of a level that may be another candidate, too."""
+        """As `LevelConfig.measured`; of another candidate, what that one has."""
 
     def drafter(self, path: str) -> Any:
         """A draft model."""
@@ -227,7 +227,6 @@ class SamplingKeys(LevelConfig):
     temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
-        """See `LevelConfig.options`."""
         from vllm_hsd.cascade.level import LevelOptions
 
         return LevelOptions(
@@ -252,7 +251,6 @@ class VerifyingKeys(SamplingKeys):
     max_rounds: Tokens | None = None
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
-        """See `LevelConfig.options`."""
         options = super().options(draft_length, self.verifier or verifier)
         options.max_rounds = self.max_rounds
         return options
@@ -300,7 +298,6 @@ class BranchKeys(LevelConfig):
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
 
     def check_serving(self, name: str) -> None:
-        """See `LevelConfig.check_serving`."""
         if self.branches > 1:
             raise UserError(
                 f"{name}.branches is for a model and for sources that are lookups: remove it."

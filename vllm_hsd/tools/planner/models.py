@@ -109,7 +109,7 @@ class ModelSet:
             )
 
     def measured(self, level: LevelConfig) -> Any:
-        """See `LevelConfig.measured`; what a candidate before has is taken from it."""
+        """As `LevelConfig.measured`; what a candidate before has is taken from it."""
         known = zip(self.candidates, self.models, strict=False)
         found = next((model for candidate, model in known if candidate.level == level), None)
         return level.measured(self) if found is None else found

@@ -36,7 +36,6 @@ class PromptLookup(LookupLevel):
         self.shortest, self.longest = shortest, longest
 
     def lookup(self, texts: Texts, requested: Ints) -> LookupResult:
-        """See `cascade.level.LookupLevel`."""
         result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
         for i in np.flatnonzero(requested):
             text = texts.tokens[texts.rows[i], : texts.ends[i]]
