@@ -18,16 +18,16 @@ from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import Lookup
+from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_budget import HostBudget
 from vllm_hsd.host.host_estimates import estimates_of
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.level_caches import LevelCaches
-from vllm_hsd.host.speculator import CascadeSpeculator
 
 
-class HostSpeculator(CascadeSpeculator):
-    """A `CascadeSpeculator` without CUDA graphs and fixed schedules.
+class HostSpeculator(BaseSpeculator):
+    """A `BaseSpeculator` without CUDA graphs and fixed schedules.
 
     Attributes:
         caches: what the levels have computed.
@@ -37,9 +37,6 @@ class HostSpeculator(CascadeSpeculator):
     program: HostProgram
     caches: LevelCaches
     budget: HostBudget | None = None
-
-    def _shorter_states(self) -> dict[int, Any]:
-        return {}
 
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         self.buckets: dict[int, ProposalState] = {}
@@ -176,6 +173,9 @@ class HostSpeculator(CascadeSpeculator):
         self.program.everything = StepLevels(tuple(levels), tuple(draft_lengths))
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        """A CPU has no CUDA graphs."""
+
+    def capture(self) -> None:
         """A CPU has no CUDA graphs."""
 
     def warm_up(self) -> None:

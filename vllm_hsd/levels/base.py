@@ -201,7 +201,7 @@ class LevelConfig(Keys):
 
         Args:
             speculator: the cascade that it belongs to. A lookup and "counts" are built before vLLM
-                measures memory, and are given the texts, see `host.speculator`.
+                measures memory, and are given the texts, see `host.base_speculator`.
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError
