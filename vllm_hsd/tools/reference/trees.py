@@ -25,7 +25,7 @@ class TreeOptions:
         draw: how siblings are drawn: "iid", "without_replacement" (fewer where fewer tokens have
             positive probability) or "top_k", the likeliest tokens at any temperature, as point
             masses.
-        verifier: "traversal" or "recursive_rejection", see `verify.verify_tree`.
+        verifier: "traversal" or "recursive_rejection", see `rules.verify_tree`.
         temperature_scale: factor on the request's temperature for the drafter's distribution.
 
     Raises:
