@@ -1,7 +1,7 @@
 """Entropy-based stopping of drafts; cascade/entropy_stopping.py launches the kernels.
 
-cascade/stopping.py is the rule. Rows are read once, chunk by chunk; what belongs to a request is
-then decided by one program, which no other one of its launch reads from.
+tools/reference/stopping.py is the rule. Rows are read once, chunk by chunk; what belongs to a
+request is then decided by one program, which no other one of its launch reads from.
 """
 
 import triton

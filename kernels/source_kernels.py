@@ -1,6 +1,6 @@
 """The choice between several lookups on the device; budget/source_choice.py launches the kernels.
 
-`tools.reference.source_choice` for tensors: what became of the last offers, what the lookups offer
+`tools.planner.lookup_choice` for tensors: what became of the last offers, what the lookups offer
 now, and which of the offers is drafted. S lookups, places and bins as in `budget.acceptance`. The
 last slot is of rows that draft nothing.
 """

@@ -27,13 +27,13 @@ RUNS, TOKENS = 4, 300
 class ContextFree:
     """A model of two tokens that draws each alike, whatever came before."""
 
-    keeps_cache, context_length = False, UNLIMITED
+    context_length = UNLIMITED
 
     def __init__(self, first: float) -> None:
         self.logits = torch.tensor([first, 1 - first], dtype=torch.float64).log()
 
     def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
-        """See `cascade.level.Level`."""
+        """See `tools.reference.batch.Level`."""
         return self.logits.repeat(int(num_logits.sum()), 1)
 
 

@@ -16,7 +16,7 @@ from support.simulated_serving import (
     memory_bound,
 )
 
-from vllm_hsd.budget.draft_budget import cut
+from vllm_hsd.budget.draft_budget import DraftBudget, cut
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
 from vllm_hsd.cascade.level import StepLevels
@@ -90,13 +90,6 @@ def test_what_one_batch_size_gained_is_no_measure_of_another():
     assert alone.run(40) > 0.92 * always.run(40)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_mix_is_as_fast_as_its_best_source(target):
-    sources = [lookup(0.8, 0.4), model(target, 0.7, 0.1)]
-    mixed = speedup(target, [list(sources)], 4)
-    assert mixed > 0.97 * max(speedup(target, [source], 4) for source in sources)
-
-
 def test_one_configuration_beats_every_fixed_one_where_requests_differ():
     rates = np.where(np.arange(16) % 2, 0.9, 0.05)
     learned = speedup(memory_bound, [Guess(rates)], 16)
@@ -134,11 +127,9 @@ def test_the_time_without_drafts_is_not_old_where_drafts_hardly_gain():
 def test_a_step_without_levels_is_no_search():
     serving = Serving(cpu, [lookup(), model(cpu, 0.8, 0.1)], 4)
     serving.run(50)
-    budget = serving.cascade.budget
+    budget = serving.budget.budget
     known = budget.times[0].observed, budget.acceptance.drafts.copy()
-    serving.propose = lambda batch, slots, most, running: serving.cascade.propose(
-        batch, slots, most, StepLevels()
-    )
+    serving.budget.select = lambda *_: StepLevels()
     serving.run(10)
     assert budget.times[0].observed == known[0]
     assert (budget.acceptance.drafts == known[1]).all()
@@ -198,12 +189,12 @@ def test_trials_begin_at_once_and_their_pauses_double():
 def test_tokens_are_kept_while_their_survival_pays():
     survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.0]])
     price = 0.3 * np.arange(7)
-    least, net = cut(survival, price, 0)
+    least, net = cut(survival, price)
     assert least == 0.5 and net == pytest.approx(0.9 + 0.8 + 0.5 - 0.9)
-    assert cut(survival, 2 * np.arange(7.0), 0) == (np.inf, 0.0)
-    # Free up to four tokens in the pass, two of which are placed.
-    steps = np.maximum(np.arange(9.0) - 4, 0)
-    assert cut(survival, steps, 2) == (0.8, pytest.approx(1.7))
+    assert cut(survival, 2 * np.arange(7.0)) == (np.inf, 0.0)
+    # The first two tokens of the pass are free.
+    steps = np.maximum(np.arange(7.0) - 2, 0)
+    assert cut(survival, steps) == (0.8, pytest.approx(1.7))
 
 
 class Kinds(Guess):
@@ -224,7 +215,8 @@ def speedups_by_text(withheld=False) -> list[float]:
     """Over no drafts, of new text and of edits in turn, in a fresh engine."""
     serving = Serving(cpu, [Kinds(0.5), model(cpu, 0.8, 0.35)], 1)
     if withheld:
-        serving.cascade.lowest.offer = lambda *_: None
+        budget = serving.budget.budget
+        budget.plan = lambda *given: DraftBudget.plan(budget, *given[:3])
     serving.ends[:], serving.cached[:] = 4, 3
     tokens, seconds = np.zeros(4), np.zeros(4)
     while (before := int(serving.ends[0])) < 4 * REQUEST:
@@ -239,4 +231,4 @@ def test_a_lookup_is_taken_by_its_offer_and_not_by_another_text():
     """Also of the first edit after a text in which lookups failed; learned means fail there."""
     new, edit, new_again, edit_again = speedups_by_text()
     assert min(new, new_again) > 1.1 and min(edit, edit_again) > 5
-    assert edit > 2 * speedups_by_text(withheld=True)[1]
+    assert edit > 1.5 * speedups_by_text(withheld=True)[1]

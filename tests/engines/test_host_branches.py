@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.engines import JOBS, SEEDED_JOBS, ids, run_engine
 
-from vllm_hsd.budget.draft_budget import FORBIDDEN
+from vllm_hsd.budget.goodput import FORBIDDEN
 from vllm_hsd.host.host_branches import HostBranches
 
 LOOKUPS = [{"ngram": {"min": 1, "max": 3}}, {"suffix": {"min_acceptance": 0.01}}]

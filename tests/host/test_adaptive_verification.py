@@ -277,7 +277,7 @@ def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
         chosen.begin(choices)
         confidence.begin(slots, torch.ones(MAX_NUM_REQS))
         [draft] = engine.propose(plain)
-        rows = proposed(engine.state.rows[-1][0, : len(draft)], draft, drawn=True)
+        rows = proposed(engine.state.rows[-1][0], draft, 2)
         confidence.publish(probs, slots)
         if by_token:
             drawn = [float(row[token]) for row, token in zip(rows, draft, strict=True)]

@@ -1,8 +1,8 @@
 """Exact distribution of steps whose drafts are a lookup's or a model's, whichever is chosen.
 
-The program runs as in `oracle.test_program_exact`; the kernels that choose run. Two steps,
-so that the second choice goes by what became of the first one, or one step of two rounds.
-The past also decides which passes the model runs.
+The program runs as in `oracle.test_program_exact`, and as a CPU runs it; the kernels that choose
+are interpreted. Two steps, so that the second choice goes by what became of the first one, or one
+step of two rounds. The past also decides which passes the model runs, and which levels a CPU runs.
 """
 
 import copy
@@ -14,6 +14,8 @@ import torch
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
 from oracle.test_program_exact import VERIFIERS, Chosen, proposed
 from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+
+from vllm_hsd.cascade.level import StepLevels
 
 VOCABULARY = 2
 TARGET = Table(VOCABULARY, 1)
@@ -55,12 +57,37 @@ def choosing(rule: str):
             if rule == "rows":
                 self.drawn.fill_(1.0)
 
+        def prefers_drafter(self, state):
+            past = of_place(state, drafts=False), self.counts.tolist(), self.own.tolist()
+            return torch.tensor([(zlib.crc32(repr(past).encode()) >> 9) % 3 > 0])
+
     estimates = Estimates(torch.full((9,), 0.7, dtype=torch.float64), by_token=False)
     cpu = torch.device("cpu")
     return ByHash([(last_again, estimates)], 0.05, MAX_NUM_REQS, 2, cpu, has_drafter=True)
 
 
-def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, set]:
+class NoTrials:
+    """Of a model next to lookups: it drafts where it is preferred alone."""
+
+    def pays(self, option):
+        pass
+
+    def due(self, option):
+        return False
+
+
+# Levels that draft in a step of two levels.
+SELECTIONS = [
+    StepLevels((0, 1), (1, 2)),
+    StepLevels((0,), (1,)),
+    StepLevels((1,), (2,)),
+    StepLevels(),
+]
+
+
+def bias(
+    rule: str, lengths=(2,), verifier="block", steps=2, host=False
+) -> tuple[Fraction, set[tuple]]:
     """Total variation distance to the target's joint distribution, and which sources drafted."""
     from vllm_hsd.cascade.program import ProgramSources
 
@@ -78,7 +105,8 @@ def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, 
         requests=1,
         vocabulary=VOCABULARY,
         dtype=torch.float64,
-        sources=ProgramSources(offer, found.choose, found.drawn),
+        sources=ProgramSources(offer, found.choose, found.drawn, found.prefers_drafter),
+        host=host,
     )
     chosen, kept = Chosen(engine), set()
     slot = int(engine.index[0])
@@ -89,20 +117,24 @@ def bias(rule: str, lengths=(2,), verifier="block", steps=2) -> tuple[Fraction, 
         chosen.begin(choices)
         found.shared.zero_()
         found.forget(torch.tensor([slot]))
+        if host:
+            whole.trials = NoTrials()
         text: Tokens = ()
         for _ in range(steps):
             past = zlib.crc32(repr((text, found.own.tolist())).encode())
             skips = rule != "cut" and bool(past % 2)
-            engine.program = fewer if skips else whole
-            [draft] = engine.propose(plain)
+            selection = SELECTIONS[past // 2 % 4] if host and len(lengths) > 1 else None
+            engine.program = fewer if skips and not host else whole
+            [draft] = engine.propose(plain, selection)
             if rule == "cut" and draft[1:] == [0]:
                 # The pass for a token is skipped when it is known.
                 draft = draft[:1]
             drawn = len(lengths) > 1 or bool(found.drawn[slot] > 0)
-            kept.add((skips, float(found.drawn[slot])))
+            if draft:
+                kept.add((skips, float(found.drawn[slot])))
             accepted, token = chosen.verify(
                 TARGET.rows((*draft,), len(draft) + 1, text),
-                proposed(engine.state.rows[-1][0, : len(draft)], draft, drawn),
+                proposed(engine.state.rows[-1][0], draft, VOCABULARY, drawn),
                 draft,
                 VERIFIERS[verifier],
                 len(lengths),
@@ -134,9 +166,19 @@ def test_a_choice_by_the_past_has_the_distribution_of_the_target(rule, lengths, 
     assert lengths[0] == 1 or len({skips for skips, _ in kept}) == 2
 
 
+@pytest.mark.parametrize(
+    ("lengths", "verifier"), [((2,), "standard"), ((2,), "block"), ((1, 2), "block")]
+)
+def test_it_has_it_where_the_host_decides_which_passes_and_levels_run(lengths, verifier):
+    found, kept = bias("any", lengths, verifier, host=True)
+    assert found == 0
+    assert len({drawn for _, drawn in kept}) == 2
+
+
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("rule", ["drawn", "rows", "cut"])
-def test_a_choice_by_the_drawn_token_and_wrong_rows_are_caught(rule):
+def test_a_choice_by_the_drawn_token_and_wrong_rows_are_caught(rule, host):
     """Negative controls: it looks at what was drawn, or how much is drafted does; or a lookup's
     tokens count as drawn ones.
     """
-    assert bias(rule, steps=1)[0] > Fraction(1, 1000)
+    assert bias(rule, steps=1, host=host)[0] > Fraction(1, 1000)

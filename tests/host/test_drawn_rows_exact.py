@@ -60,8 +60,18 @@ class EnumeratedStep:
         further = [row[:n].tolist() for row, n in zip(several.branches[0], counts, strict=True)]
         return [chain, *further]
 
-    def emit(self, rows: list[list[int]], text: Tokens, cut: int | None = None) -> Tokens:
-        """Verify rows after `text`, of which the scheduler has kept `cut` inputs."""
+    def emit(
+        self,
+        rows: list[list[int]],
+        text: Tokens,
+        cut: int | None = None,
+        chain: ChainResult | None = None,
+    ) -> Tokens:
+        """Verify rows after `text`, of which the scheduler has kept `cut` inputs.
+
+        Args:
+            chain: what the first row came to; None where it is verified with the others.
+        """
         hosted, each = self.hosted, self.length + 1
         inputs, target = [], []
         for row in rows:
@@ -77,7 +87,7 @@ class EnumeratedStep:
         hosted.verified = 0
         nothing = torch.full((1, each), -1), *torch.zeros(2, 1, dtype=torch.int32)
         found, counts = hosted.follow(
-            ChainResult(*nothing, torch.zeros(1, each)),
+            chain or ChainResult(*nothing, torch.zeros(1, each)),
             torch.tensor([[float(p) for p in row] for row in target]).double().log(),
             torch.tensor([0, len(inputs)], dtype=torch.int32),
             torch.tensor([self.slot]),
@@ -206,6 +216,17 @@ def test_a_step_has_the_distribution_of_the_target(drafts, length, settings):
     found, won = bias(drafts, length, **settings)
     assert found == 0
     assert len(won) == drafts
+
+
+def by_rows_before(rows: list[list[int]], engine: Engine) -> list[list[int]]:
+    """Rows are cut by the tokens of earlier ones, as where a scheduler keeps so many of all."""
+    chain, second, *later = rows
+    return [chain, second[: 1 + chain[0] % 2], *(row[: second[0]] for row in later)]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1, 3)])
+def test_rows_may_end_by_what_was_drawn_before_them(shape):
+    assert bias(*shape, rows=by_rows_before)[0] == 0
 
 
 def one_uniform_for_all_rows(original):

@@ -4,83 +4,63 @@ import itertools
 
 import numpy as np
 import pytest
-from support.row_layout import PrivateBlocks, flat_tokens, lay_out
-
-from vllm_hsd.cascade.branch_store import BranchStore
+from support.row_layout import PrivateBlocks, lay_out
 
 
 def drafted(random, requests, most, length, room=None):
-    """(chain [B], a store of branches that share tokens with rows before them)."""
+    """Tokens of (chains [B], branches [B, R - 1])."""
     chain = random.integers(0, length + 1, requests)
-    store = BranchStore(requests, most, length)
-    for i in range(requests):
-        counts = [int(chain[i])]
-        for j in range(most - 1):
-            count = int(random.integers(0, length + 1)) * int(random.integers(0, 3) > 0)
-            if room is not None:
-                count = min(count, int(room[i]))
-            parent = int(random.integers(0, len(counts)))
-            shared = int(random.integers(0, max(min(count, counts[parent] + 1), 1)))
-            store.counts[i, j], store.parent[i, j], store.shared[i, j] = count, parent, shared
-            counts.append(count)
-    return chain, store
+    shape = requests, most - 1
+    counts = random.integers(0, length + 1, shape) * (random.integers(0, 3, shape) > 0)
+    return chain, counts if room is None else np.minimum(counts, room[:, None])
 
 
-def paths(store, slot, chain):
-    """Every row's tokens, each named by the row and the depth that computes it."""
-    found = [[(0, d) for d in range(1, chain + 1)]]
-    for j, (count, parent, shared) in enumerate(
-        zip(store.counts[slot], store.parent[slot], store.shared[slot], strict=True), start=1
-    ):
-        own = [(j, d) for d in range(shared + 1, count + 1)]
-        found.append([*found[parent][:shared], *own])
-    return found
+def flat(chain, counts):
+    """The list that is scheduled for one request, each token named by its row and its depth."""
+    rows = [int(chain), *counts.tolist()]
+    return [(0, 0), *((r, d) for r, count in enumerate(rows) for d in range(1, count + 1))]
+
+
+def path_of(rows, branch):
+    """The tokens of a row of the only request, with its root."""
+    return [(0, 0), *((branch, d) for d in range(1, rows.counts[0, branch]))]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_are_what_is_left_of_the_flat_list(seed):
     random = np.random.default_rng(seed)
-    chain, store = drafted(random, 6, 4, 5)
-    store.clear(0)
+    chain, counts = drafted(random, 6, 4, 5)
+    counts[0] = 0
     base, scheduled, expected = random.integers(1, 90, 6), [], []
-    for i, count in enumerate(chain.tolist()):
-        lists = paths(store, i, count)
-        flat = flat_tokens(lists[0], lists[1:], store.counts[i].tolist(), store.shared[i].tolist())
-        flat = [(0, 0), *flat]
-        cut = len(flat) if i % 2 else int(random.integers(1, len(flat) + 1))
-        if not store.counts[i].any():
+    for i in range(6):
+        tokens = flat(chain[i], counts[i])
+        cut = len(tokens) if i % 2 else int(random.integers(1, len(tokens) + 1))
+        if not counts[i].any():
             cut = 17  # a chunk of a prompt, or placeholders
         scheduled.append(cut)
-        expected.append(flat[:cut])
-    rows = lay_out(np.array(scheduled), base, chain, store, np.arange(6))
+        expected.append(tokens[:cut])
+    rows = lay_out(np.array(scheduled), base, chain, counts)
     starts = np.cumsum(scheduled) - scheduled
     covered = np.zeros(sum(scheduled), dtype=int)
     numbers = dict(zip(zip(rows.request, rows.branch, strict=True), itertools.count()))
     for (i, j), number in numbers.items():
         start, count = rows.start[number], rows.tokens[number]
-        assert rows.base[number] == base[i] and rows.begin[number] >= base[i] + (j > 0)
+        assert rows.base[number] == base[i] and rows.begin[number] == base[i] + (j > 0)
         assert rows.begin[number] + count == base[i] + rows.counts[i, j]
         assert rows.number(np.array([i]), np.array([j])) == number
         covered[start : start + count] += 1
-        if store.counts[i].any():
-            path = [(0, 0), *paths(store, i, chain[i])[j]][: rows.counts[i, j]]
+        if counts[i].any():
+            path = [(0, 0), *((j, d) for d in range(1, rows.counts[i, j]))]
             places = rows.places[i, j, : rows.counts[i, j]]
             assert [expected[i][place] for place in places] == path
-            for depth, place in enumerate(places):
-                before = rows.before(i)[place]
-                assert [expected[i][one] for one in before] == path[1 : depth + 1]
-        else:
-            assert rows.before(i)[3] == [1, 2, 3]
         own = rows.start[number] - starts[i]
         assert own == rows.places[i, j, rows.begin[number] - base[i]]
     assert (covered == 1).all()
 
 
 def test_more_tokens_than_were_drafted_are_a_mistake():
-    store = BranchStore(1, 2, 5)
-    store.counts[:] = 3
     with pytest.raises(AssertionError, match="are scheduled"):
-        lay_out(np.array([9]), np.array([4]), np.array([2]), store, np.array([0]))
+        lay_out(np.array([9]), np.array([4]), np.array([2]), np.array([[3]]))
 
 
 @pytest.mark.parametrize(("size", "length"), [(4, 3), (16, 8), (16, 24), (32, 3), (128, 8)])
@@ -96,24 +76,22 @@ def test_branches_compute_what_they_would_alone(size, length, most):
         cache = {}
         for position in range(base):
             cache[main[0, position // size] * size + position % size] = ("text", position)
-        chain, store = drafted(random, 1, most, length, group.room(np.array([base])))
-        lists = paths(store, 0, int(chain[0]))
-        flat = flat_tokens(lists[0], lists[1:], store.counts[0].tolist(), store.shared[0].tolist())
-        flat = [(0, 0), *flat]
-        rows = lay_out(np.array([len(flat)]), np.array([base]), chain, store, np.array([0]))
+        chain, counts = drafted(random, 1, most, length, group.room(np.array([base])))
+        tokens = flat(chain[0], counts[0])
+        rows = lay_out(np.array([len(tokens)]), np.array([base]), chain, counts)
         tables = group.tables(rows, main)
         for source, target in zip(*group.copied_before(rows, tables), strict=True):
             copy(cache, source, target, size)
         for position in range(base, base + chain[0] + 1):
-            cache[main[0, position // size] * size + position % size] = flat[position - base]
+            cache[main[0, position // size] * size + position % size] = tokens[position - base]
         places, positions, slots = group.slots(rows, tables)
         for place, position, slot in zip(places, positions, slots, strict=True):
-            assert flat[place][1] == position - base
-            cache[slot] = flat[place]
+            assert tokens[place][1] == position - base
+            cache[slot] = tokens[place]
         for place, slot in zip(*group.repeated(rows, tables), strict=True):
-            cache[slot] = flat[place]
+            cache[slot] = tokens[place]
         for number, branch in enumerate(rows.branch):
-            path = [(0, 0), *lists[branch]]
+            path = path_of(rows, branch)
             for position in range(base + len(path)):
                 slot = tables[number, position // size] * size + position % size
                 expected = path[position - base] if position >= base else ("text", position)
@@ -121,7 +99,7 @@ def test_branches_compute_what_they_would_alone(size, length, most):
         if not rows.branches.size:
             continue
         winner = random.choice(rows.branches)
-        path = [(0, 0), *lists[rows.branch[winner]]]
+        path = path_of(rows, rows.branch[winner])
         kept = int(random.integers(1, len(path)))
         assert not set(main[0, : base // size]) & set(tables[rows.branches][:, base // size])
         changed = group.copied_after(rows, tables, np.array([winner]), np.array([kept]))

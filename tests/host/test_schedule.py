@@ -5,7 +5,6 @@ from itertools import count
 
 import pytest
 
-from vllm_hsd.cascade.drafts import room_below
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.schedule import (
     DRAWS_PER_LENGTH,
@@ -18,6 +17,7 @@ from vllm_hsd.cascade.schedule import (
     first_draw,
 )
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools.reference.drafts import room_below
 
 
 def schedule_of(*lengths: int, rounds: tuple = (), **kind) -> Schedule:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from support.row_layout import PrivateBlocks, lay_out
 
-from vllm_hsd.cascade.branch_store import BranchStore
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 
@@ -207,10 +206,9 @@ def test_rows_lie_where_the_plain_layout_has_them(size):
     held = np.minimum(counts + 1, np.clip(scheduled[:, None] - [width, 2 * width], 0, width))
     held = np.where(counts > 0, held, 0)
     chains = np.minimum(scheduled, width)
-    store = BranchStore(batch, BRANCHES + 1, N)
-    store.counts[:] = np.where(held > 0, counts, 0)
     own = np.maximum(held - 1, 0)
-    rows = lay_out(chains + own.sum(1), base, chains - 1, store, np.arange(batch))
+    drafted = np.where(held > 0, counts, 0)
+    rows = lay_out(chains + own.sum(1), base, chains - 1, drafted)
     tables = group.tables(rows, main[slots])
     _, row_positions, kv_slots = group.slots(rows, tables)
     all_held = np.concatenate([chains[:, None], held], 1)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from support.row_layout import PrivateBlocks, Rows, lay_out
 
-from vllm_hsd.cascade.branch_store import BranchStore
 from vllm_hsd.kernels.copy_blocks import (
     BranchRows,
     CacheBlocks,
@@ -41,9 +40,8 @@ def batch(block_size: int, seed: int):
     branches = rng.integers(0, LENGTH + 1, (size, 2))
     branches[0] = 0
     group = PrivateBlocks(block_size, LENGTH)
-    store = BranchStore(size, 3, LENGTH)
-    store.counts[:] = np.minimum(branches, group.room(base)[:, None])
-    rows = lay_out(chain + 1 + store.counts.sum(1), base, chain, store, np.arange(size))
+    counts = np.minimum(branches, group.room(base)[:, None])
+    rows = lay_out(chain + 1 + counts.sum(1), base, chain, counts)
     width = int(group.first(base.max(), 3)) + 1
     main = rng.permutation(size * width).reshape(size, width).astype(np.int32)
     return group, rows, group.tables(rows, main), size * width, rng

@@ -1,5 +1,7 @@
 """Several drawn drafts of a request on vLLM's layout, against the plain rule."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from support.proposal_states import poison_memory
 from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import MAX_NODES
-from vllm_hsd.rules.branches import verify_rows
 from vllm_hsd.rules.rng import host_uniforms
+from vllm_hsd.rules.tree import ROOT, Tree, verify_tree
 
 CHUNK_AND_BLOCK = 32, 16
 LEVEL, DRAFTS = 1, 3
@@ -60,8 +62,45 @@ def make_rows(requests: int, rows: int, length: int, vocabulary: int, seed: int 
     }
 
 
+class Verified(NamedTuple):
+    """What the rows of a request come to.
+
+    Attributes:
+        token_ids: the accepted tokens and one more; none after a row that is not normalized.
+        accepted: how many were accepted, and of_chain: leading ones that the first row has.
+        winner: the first row that begins with these.
+    """
+
+    token_ids: list[int]
+    accepted: int
+    of_chain: int
+    winner: int
+
+
+def verify_rows(target, draft, rows: list[list[int]], uniforms) -> Verified:
+    """Traversal Verification of the rows as a tree, in their order.
+
+    Args:
+        target, draft: [sum(n + 1), V] and [sum(n), V] probabilities, row after row.
+    """
+    parents, owner, at = [], [], [0]
+    for r, tokens in enumerate(rows):
+        first, n = len(parents), len(tokens)
+        at += range(first + r + 1, first + r + 1 + n)
+        parents += [ROOT, *range(first, first + n)][:n]
+        owner += [r] * n
+    flat = [token for tokens in rows for token in tokens]
+    emitted, path = verify_tree(
+        target[at], draft, Tree(parents, flat), method="traversal", uniforms=uniforms
+    )
+    token_ids, nodes = emitted.tolist(), path.tolist()
+    same = [a == b for a, b in zip(rows[0], token_ids[: len(nodes)], strict=False)]
+    winner = owner[nodes[-1]] if nodes else 0
+    return Verified(token_ids, len(nodes), [*same, False].index(False), winner)
+
+
 def expected(batch: dict, thresholds: torch.Tensor | None = None) -> list:
-    """What `rules.branches.verify_rows` makes of each request."""
+    """What the plain rule makes of each request."""
     found, (requests, rows) = [], batch["held"].shape
     length = batch["chain_logits"].shape[1]
     for i in range(requests):
@@ -81,7 +120,7 @@ def expected(batch: dict, thresholds: torch.Tensor | None = None) -> list:
             nodes += range(r * length, r * length + n)
         numbers = batch["draws"][i].numpy() + np.array([*(n + 1 for n in nodes), 0])
         u = host_uniforms(batch["seeds"][i].numpy(), np.array(LEVEL), numbers)
-        rule = torch.cat(target), torch.cat(draft), tokens, "block"
+        rule = torch.cat(target), torch.cat(draft), tokens
         found.append(verify_rows(*rule, torch.from_numpy(u)))
     return found
 

@@ -17,7 +17,7 @@ from support.proposal_walk import random_result
 from vllm_hsd.cascade import cascade_steps, entropy_stopping
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
 from vllm_hsd.cascade.schedule import Draft
-from vllm_hsd.cascade.stopping import entropy_nats
+from vllm_hsd.tools.reference.stopping import entropy_nats
 
 VOCABULARY = 70
 

@@ -1,6 +1,5 @@
-"""Sources on the device against `tools.reference.source_choice`, step by step on growing texts."""
+"""Sources on the device against `tools.planner.lookup_choice`, step by step on growing texts."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,45 +10,35 @@ from support.proposal_states import MAX_NUM_REQS
 from support.suffix_requests import Requests, markov, store_of
 
 from vllm_hsd.budget.acceptance import PRIOR_ACCEPTANCE
-from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.cascade.bigram import BigramLevel, successors
-from vllm_hsd.cascade.level import LookupLevel, LookupResult, Sources, Texts
+from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
 from vllm_hsd.cascade.suffix import SuffixLevel
 from vllm_hsd.cascade.text_store import collect_texts
+from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
-from vllm_hsd.tools.reference.source_choice import Offers, SourceChoice
 
 LENGTH, VOCABULARY = 6, 12
 
 
 class Host:
-    """`tools.reference.source_choice` for all requests, up to the end of one lookup's offer.
+    """`tools.planner.lookup_choice` for all requests.
 
     Attributes:
         wanted: drafts for which the last source, had it offered all that was requested, was best.
     """
 
     def __init__(self, lookups) -> None:
-        sources = Sources([str(i) for i in range(len(lookups))], lookups)
-        self.budget = DraftBudget(sources, [LENGTH], MAX_NUM_REQS)
-        self.choice = SourceChoice(sources, self.budget, MAX_NUM_REQS)
-        self.wanted = 0
+        self.choice, self.wanted = LookupChoice(lookups, 0.05, MAX_NUM_REQS), 0
 
     def draft(self, requests: Requests) -> tuple[np.ndarray, np.ndarray]:
         rows = np.flatnonzero(requests.requested)
         slots, ends, most = rows, requests.ends[rows], requests.requested[rows]
-        for lookup in self.choice.sources.lookups:
-            lookup.read(Texts(requests.tokens, rows, slots, requests.committed[rows]))
-        texts, each = Texts(requests.tokens, rows, slots, ends), self.choice.sources.lookups
-        self.choice.begin(1, texts)
-        found = [lookup.lookup(texts, most) for lookup in each]
-        offers = Offers.of(found, self.budget.acceptance)
-        self.choice.remember(0, slots, ends, offers)
-        source, counts, _ = self.choice.best(slots, offers, most, np.ones(len(rows)))
-        whole = replace(offers, counts=np.stack([*offers.counts[:-1], most]))
-        best, _, _ = self.choice.best(slots, whole, most, np.ones(len(rows)))
-        self.wanted += int((best == len(found) - 1).sum())
-        return offers.token_ids[source, np.arange(len(rows))], counts
+        self.choice.read(Texts(requests.tokens, rows, slots, requests.committed[rows]))
+        found = self.choice.lookup(Texts(requests.tokens, rows, slots, ends), most)
+        whole = np.stack([*self.choice.counts[:-1, slots], most])
+        best, _ = self.choice.best(slots, whole, most)
+        self.wanted += int((best == len(self.choice.lookups) - 1).sum())
+        return found.token_ids, found.counts
 
 
 def lookups(stored):
@@ -93,7 +82,6 @@ def test_choice_and_what_it_learns_are_the_hosts(seed):
             texts[2] = markov(rng, 9, VOCABULARY)
             requests = Requests([(text, []) for text in texts], requested, LENGTH)
             device.forget(torch.tensor([MAX_NUM_REQS - 3]))
-            host.budget.forget(2)
             host.choice.forget(2)
         ends = requests.state.end.clone()
         device(requests.state, requests.text)
@@ -108,7 +96,7 @@ def test_choice_and_what_it_learns_are_the_hosts(seed):
             kept = drafted[: rng.integers(0, count + 1)].numpy()
             texts[b] = np.append(texts[b], [*kept, rng.integers(VOCABULARY)])
         requests.guarded.assert_guards()
-        learned, slots = host.budget.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
+        learned, slots = host.choice.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
         np.testing.assert_allclose(device.shared.numpy(), learned.shared[:, :3], rtol=1e-12)
         np.testing.assert_allclose(
             device.own.numpy()[..., slots], learned.own[:, :3, :4], rtol=1e-12
@@ -186,13 +174,13 @@ def test_a_drafter_is_one_more_source():
             is_drawn = bool(device.drawn[slot])
             assert not is_drawn or drafted == drawn.token_ids[b, :count].tolist()
             if temperature[b] > 0:
-                host.choice.last.counts[1, b] = count if is_drawn else 0
+                host.choice.counts[1, b] = count if is_drawn else 0
             chosen.add((b, is_drawn))
             # The drafter is wrong more often than it is taken for before.
             kept = 0 if is_drawn else count
             texts[b] = np.append(texts[b], [*drafted[:kept], rng.integers(3)])
         requests.guarded.assert_guards()
-        learned, slots = host.budget.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
+        learned, slots = host.choice.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
         np.testing.assert_allclose(device.shared.numpy(), learned.shared[:, :2], rtol=1e-12)
         np.testing.assert_allclose(
             device.own.numpy()[..., slots], learned.own[:, :2, :4], rtol=1e-12

@@ -62,10 +62,7 @@ class TableLevel:
 
 
 class TableLookup:
-    """Finds the likeliest token of a table, and after some texts nothing.
-
-    Its confidence is the table's probability, which the choice between sources is to see through.
-    """
+    """Finds the likeliest token of a table, and after some texts nothing."""
 
     def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
         self.table, self.prompt = table, prompt
@@ -166,9 +163,7 @@ def _drawn_by(choices: Choices):
         mock.patch("vllm_hsd.tools.reference.verified.verify_batch", verify_batch),
         mock.patch("vllm_hsd.tools.reference.verified.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.tools.reference.engine.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.tools.reference.engine.BlockedCDF", ChosenCDF),
         mock.patch("vllm_hsd.tools.reference.engine.verify_tree", verify_tree),
-        mock.patch("vllm_hsd.rules.branches.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
         mock.patch("vllm_hsd.rules.tree.BlockedCDF", ChosenCDF),
     ):

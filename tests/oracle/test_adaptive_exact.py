@@ -1,116 +1,192 @@
-"""Exact distributions of whole generations whose levels and draft lengths change at every step.
+"""Exact distributions of generations on a CPU whose levels and lengths change at every step.
 
-Whatever selects them, as long as it looks only at committed text and earlier acceptance. Selectors
-that look at a drafted token before it is verified must fail the same comparison.
+What serves (`host.host_program`, with the budget of `host.host_budget`) runs on tables, whatever
+selects the levels, as long as it looks only at committed text, at what a lookup offers and at
+earlier acceptance. Selectors that look at a drafted token before it is verified must fail the same
+comparison.
 """
 
 import zlib
+from fractions import Fraction
 from itertools import combinations
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
-from oracle.test_cascade_exact import LEVELS, VERIFIERS, bias, build
+import torch
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.test_program_exact import VERIFIERS, Chosen, proposed
+from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
 
-from vllm_hsd.budget.draft_budget import DraftBudget
-from vllm_hsd.cascade.level import LevelOptions, StepLevels
-from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.cascade.level import StepLevels
+
+VOCABULARY, LENGTH = 2, 4
+TARGET = Table(VOCABULARY, 1)
+# Draft lengths, and whether level 0 is a lookup.
+KINDS = {
+    "model": ((2,), False),
+    "lookup": ((2,), True),
+    "model, model": ((1, 2), False),
+    "lookup, model": ((1, 2), True),
+    "lookup, model, model": ((1, 2, 3), True),
+}
 
 
-class Adversary(Cascade):
-    """Selects by a hash of the committed text and of all accepted counts of the request so far."""
+def hashed(state) -> None:
+    """A lookup: any tokens by the text, and after some texts none."""
+    start = int(state.end[0])
+    for at in range(start, start + int(state.requested[0, 0])):
+        bits = zlib.crc32(repr(state.window[0, :at].tolist()).encode())
+        if not bits % 3:
+            break
+        state.window[0, at] = bits // 3 % VOCABULARY
+        state.end[0] += 1
+    state.drafted[0, 0] = state.end[0] - start
 
-    def __init__(self, *arguments, **settings):
-        super().__init__(*arguments, **settings)
-        self.accepted = []
 
-    def propose(self, batch, slots, requested, selection=None):
-        committed = batch.tokens[batch.rows[slots[0]], : batch.end[slots[0]]].tolist()
-        if len(committed) <= 3:
-            self.accepted = []
-        bits = zlib.crc32(repr((committed, self.accepted)).encode())
-        selection, most = self.selected(bits)
-        return super().propose(batch, slots, np.minimum(requested, most), selection)
+class Adversary:
+    """Selects by a hash of the text, of the offer and of all that was accepted so far."""
 
-    def selected(self, bits: int) -> tuple[StepLevels, int]:
-        places = range(len(self.levels))
-        subsets = [s for n in range(len(self.levels) + 1) for s in combinations(places, n)]
+    def begin(self, engine: Engine) -> None:
+        self.engine, self.history = engine, []
+
+    def select(self, state) -> StepLevels:
+        program = self.engine.program
+        seen = [self.engine.text[self.engine.index[0]].tolist(), self.history]
+        if program.has_lookup and len(self.history) % 2:
+            seen.append(program.offer(state, program.drafts).counts.tolist())
+        bits, lengths = zlib.crc32(repr(seen).encode()), program.schedule.draft_lengths
+        subsets = [s for n in range(len(lengths) + 1) for s in combinations(range(len(lengths)), n)]
         levels = subsets[bits % len(subsets)]
-        lengths = tuple(1 + (bits >> (8 + k)) % self.options[k].draft_length for k in levels)
-        return StepLevels(levels, lengths), lengths[-1] if levels else 0
+        drafts = tuple(1 + (bits >> (8 + k)) % lengths[k] for k in levels)
+        return StepLevels(levels, drafts, np.array([drafts[-1]]) if levels else None)
 
-    def record_acceptance(self, slots, accepted, thresholds):
-        self.accepted.append(accepted.tolist())
-        super().record_acceptance(slots, accepted, thresholds)
+    def drafted(self, draft: list[int]) -> list[int]:
+        return draft
+
+    def verified(self, accepted: int, drafted: int) -> None:
+        self.history.append(accepted)
 
 
 class LooksAtTheDraft(Adversary):
     """Drafts, then gives the draft up because of its first token: biased."""
 
-    def propose(self, batch, slots, requested, selection=None):
-        start = batch.end[slots].copy()
-        top = Cascade.propose(self, batch, slots, requested)
-        drafted = top.counts[slots] > 0
-        refused = slots[drafted & (top.token_ids[slots, 0] == 0)]
-        top.clear(refused)
-        batch.end[refused] = start[np.isin(slots, refused)]
-        batch.cached[:, refused] = np.minimum(batch.cached[:, refused], batch.end[refused])
-        return top
+    def select(self, state) -> None:
+        return None
+
+    def drafted(self, draft: list[int]) -> list[int]:
+        return [] if draft[:1] == [0] else draft
 
 
 class ShortensByTheDraft(LooksAtTheDraft):
     """Cuts the draft after its first token because of the second: biased."""
 
-    def propose(self, batch, slots, requested, selection=None):
-        top = Cascade.propose(self, batch, slots, requested)
-        refused = slots[(top.counts[slots] > 1) & (top.token_ids[slots, 1] == 0)]
-        cut = top.counts[refused] - 1
-        top.counts[refused] = 1
-        batch.end[refused] -= cut
-        batch.cached[:, refused] = np.minimum(batch.cached[:, refused], batch.end[refused])
-        return top
+    def drafted(self, draft: list[int]) -> list[int]:
+        return draft[:1] if draft[1:2] == [0] else draft
 
 
-class Learning(Cascade):
-    """With the real budget, anew for each generation, on a clock that runs by calls."""
+class Learning(Adversary):
+    """The budget that serves, anew for each generation, on a clock that runs by calls."""
 
-    def propose(self, batch, slots, requested, selection=None):
-        if batch.end[slots[0]] <= 4:
-            if self.budget is not None:
-                self.listeners.remove(self.budget.observe)
-            lengths = [option.draft_length for option in self.options]
-            self.budget, self.ticks = DraftBudget(None, lengths, 1), 0
-            self.listeners.append(self.budget.observe)
-        with mock.patch("vllm_hsd.budget.clock.seconds", self.tick):
-            self.budget.times[-1].observe(1 + self.ticks % 3, 1.0)
-            offer = self.lowest.offer(batch, slots, requested)
-            self.budget.step = self.budget.prices(slots, requested, True, offer=offer)
-            return super().propose(batch, slots, requested, self.budget.step.selection)
+    def begin(self, engine: Engine) -> None:
+        from vllm_hsd.host.host_budget import HostBudget
+
+        super().begin(engine)
+        lengths, program = list(engine.schedule.draft_lengths), engine.program
+        self.budget = HostBudget(program.has_lookup, lengths, lengths, MAX_NUM_REQS, 1, None)
+        program.listener, program.timed = self.budget.budget.level_verified, self.budget.timed
+        program.estimates = lambda state, _: np.full((1, lengths[0]), 0.7)
+        self.ticks = 0
+        self.batch = SimpleNamespace(
+            num_reqs=1,
+            idx_mapping_np=engine.index.numpy(),
+            num_scheduled_tokens=np.ones(1, dtype=np.int64),
+            has_prefill=False,
+        )
 
     def tick(self) -> float:
         self.ticks += 1
         return float(self.ticks**2)
 
+    def select(self, state) -> StepLevels:
+        self.state = state
+        with mock.patch("vllm_hsd.host.host_budget._agreed", lambda found: found()):
+            selected = self.budget.select(self.engine.program, state, 1, np.array([LENGTH]))
+        self.history.append(selected.levels)
+        return selected
 
-def bias_of(cascade, kinds, verifier, length=4) -> float:
-    levels = build(kinds)
-    options = [LevelOptions(1 + (k > 0), verifier) for k in range(len(levels))]
-    with mock.patch("vllm_hsd.tools.reference.engine.Cascade", cascade):
-        return bias(levels, options, length, verifier=verifier)
+    def drafted(self, draft: list[int]) -> list[int]:
+        self.budget.proposal_ended(self.engine.program, self.state)
+        return draft
+
+    def verified(self, accepted: int, drafted: int) -> None:
+        self.batch.num_scheduled_tokens[0] = 1 + drafted
+        told = np.array([accepted + 1]), np.array([drafted - accepted])
+        self.budget.step_ended(self.batch, self.engine.program, *told)
+
+
+def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fraction, set]:
+    """Total variation distance to the target's joint distribution, and what was selected."""
+    lengths, is_lookup = KINDS[kinds]
+    engine = Engine(
+        lengths,
+        (),
+        (verifier,) * 3,
+        batch=1,
+        requests=1,
+        vocabulary=VOCABULARY,
+        dtype=torch.float64,
+        lookup=hashed if is_lookup else None,
+        host=True,
+    )
+    chosen, used = Chosen(engine), set()
+
+    def generate(choices: Choices) -> Tokens:
+        chosen.begin(choices)
+        rule.begin(engine)
+        text: Tokens = ()
+        while len(text) < length:
+            [draft] = engine.propose(steps, rule.select)
+            used.add(engine.program.selection.levels)
+            draft, rows = rule.drafted(draft), engine.state.rows[-1]
+            accepted, token = chosen.verify(
+                TARGET.rows((*draft,), len(draft) + 1, text),
+                proposed(None if rows is None else rows[0], draft, VOCABULARY),
+                draft,
+                VERIFIERS[verifier],
+                len(lengths),
+                PROMPT + len(text),
+            )
+            rule.verified(accepted, len(draft))
+            engine.commit(0, [*draft[:accepted], token])
+            text = (*text, *draft[:accepted], token)
+        return text
+
+    clock = getattr(rule, "tick", lambda: 0.0)
+    with (
+        reference_steps(engine, **chosen.functions) as steps,
+        mock.patch("vllm_hsd.budget.clock.seconds", clock),
+    ):
+        emitted = distribution_of(generate)
+    return distance(extended(emitted, TARGET, length), TARGET.joint(length)), used
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("kinds", LEVELS)
+@pytest.mark.parametrize("kinds", KINDS)
 def test_any_selection_by_the_past_is_lossless(kinds, verifier):
-    assert bias_of(Adversary, kinds, verifier) < 1e-9
+    found, used = bias(Adversary(), kinds, verifier)
+    assert found == 0
+    assert len(used) >= min(2 * len(KINDS[kinds][0]), 6)
 
 
-@pytest.mark.parametrize("kinds", ["lookup, model", "model, model"])
+@pytest.mark.parametrize("kinds", ["lookup", "lookup, model", "model, model"])
 def test_the_budget_is_lossless(kinds):
-    assert bias_of(Learning, kinds, "block") < 1e-9
+    found, used = bias(Learning(), kinds, "block")
+    assert found == 0 and len(used) > 1
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("mutant", [LooksAtTheDraft, ShortensByTheDraft])
 def test_a_selection_by_the_draft_is_caught(mutant, verifier):
-    assert bias_of(mutant, "model, model", verifier, length=3) > 1e-3
+    assert bias(mutant(), "model, model", verifier, length=3)[0] > Fraction(1, 1000)

@@ -16,9 +16,9 @@ from vllm_hsd.cascade.bigram import BigramLevel
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.ngram_model import NgramModelLevel
-from vllm_hsd.cascade.stopping import EntropyThresholds
 from vllm_hsd.cascade.text_store import TextStore, collect_texts
 from vllm_hsd.tools.reference import ReferenceEngine
+from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 PROMPT = [0, 1, 1]
 VERIFIERS = ["block", "standard"]

@@ -14,10 +14,10 @@ from vllm_hsd.tools.reference.lowest_level import LowestLevel
 
 def bias_of(mutant: type, kinds: str, options, **settings) -> float:
     """Total variation distance between generations with a mutant and the target."""
-    original = "core.cascade.LowestLevel"
+    original = "cascade.LowestLevel"
     if issubclass(mutant, Cascade):
-        original = "reference.engine.Cascade"
-    with mock.patch(f"vllm_hsd.{original}", mutant):
+        original = "engine.Cascade"
+    with mock.patch(f"vllm_hsd.tools.reference.{original}", mutant):
         return bias(build(kinds), options, 3, **settings)
 
 
@@ -75,8 +75,8 @@ class LooksAtTokens(LowestLevel):
 
     keeps_it = True
 
-    def draft(self, batch, slots, requested, verifier):
-        super().draft(batch, slots, requested, verifier)
+    def draft(self, batch, slots, requested):
+        super().draft(batch, slots, requested)
         drafts = self.drafts
         count = drafts.counts[0]
         if not count:

@@ -11,12 +11,13 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
 from scipy import stats
 
-from vllm_hsd.cascade.drafts import ragged_arange
-from vllm_hsd.cascade.level import DraftBatch, LevelOptions
-from vllm_hsd.cascade.stopping import EntropyThresholds
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.ragged import ragged_arange
 from vllm_hsd.rules.chain import verify_batch
 from vllm_hsd.rules.rng import host_uniforms
+from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 REQUESTS, LENGTH, VOCABULARY = 10_000, 4, 3
 PROMPT = 2

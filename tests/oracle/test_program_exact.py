@@ -14,6 +14,7 @@ from oracle.exact import Choices, Table, Tokens, distance, distribution_of, exte
 from support import step_reference
 from support.programs import PROMPT, Engine, reference_steps
 
+from vllm_hsd.budget.trials import Trials
 from vllm_hsd.kernels.chain_verify import ChainResult
 
 VOCABULARY = 3
@@ -26,11 +27,13 @@ def exact_row(logits: torch.Tensor) -> list[Fraction]:
     return [Fraction(p).limit_denominator(10**6) for p in logits.exp().tolist()]
 
 
-def proposed(rows: torch.Tensor, draft: list[int], drawn: bool) -> list[list[Fraction]]:
-    """What the tokens of a draft were drawn from: rows, or point masses."""
-    if drawn:
-        return [exact_row(row) for row in rows]
-    return [[Fraction(v == token) for v in range(rows.shape[1])] for token in draft]
+def proposed(
+    rows: torch.Tensor | None, draft: list[int], vocabulary: int, drawn: bool = True
+) -> list[list[Fraction]]:
+    """What the tokens of a draft were drawn from: the first of [n, V] rows, or point masses."""
+    if rows is not None and drawn:
+        return [exact_row(row) for row in rows[: len(draft)]]
+    return [[Fraction(v == token) for v in range(vocabulary)] for token in draft]
 
 
 class Chosen:
@@ -59,6 +62,9 @@ class Chosen:
         engine.length[engine.index.long()] = PROMPT
         for level, cache in zip(engine.levels, self.caches, strict=True):
             level.cache.copy_(cache)
+        if engine.host:
+            engine.program.caches.computed[:] = 0
+            engine.program.trials = Trials(1)
 
     def key(self, *parts):
         return parts if self.by_position else None
@@ -84,7 +90,12 @@ class Chosen:
             drawn = float(given["draft_temperature"][0]) > 0
             accepted, token = self.verify(
                 [exact_row(row) for row in target_logits[: n + 1]],
-                proposed(draft_logits[0, :n], draft, drawn),
+                proposed(
+                    None if draft_logits is None else draft_logits[0],
+                    draft,
+                    target_logits.shape[1],
+                    drawn,
+                ),
                 draft,
                 VERIFIERS[method],
                 level,

@@ -1,278 +1,173 @@
-"""Exact distributions of whole generations with several sources at the lowest level.
+"""Exact distribution of steps on a CPU whose chain has branches beside it, of any rule.
 
-Whatever the rule that chooses, as long as it looks at no token that it then drops and at no outcome
-that is still to come: rules that do must fail the same comparison.
+The program, the choice among sources and what is emitted are those that serve (`host.host_program`,
+`budget.source_choice`, `host.host_branches`); every draw is enumerated. Branches may depend on all
+that was drafted, a chain that was drawn included; a chain may not depend on branches.
 """
 
 import zlib
+from fractions import Fraction
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
-from oracle.test_cascade_exact import VERIFIERS, bias, lookup, model, pair_model
+import torch
+from host.test_choice_exact import last_again
+from host.test_drawn_rows_exact import EnumeratedStep
+from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.test_program_exact import VERIFIERS, Chosen, proposed
+from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
 
-from vllm_hsd.cascade.level import LevelOptions, Sources
-from vllm_hsd.tools.reference.branching import BranchChoice, BranchingLevel
-from vllm_hsd.tools.reference.cascade import Cascade
-from vllm_hsd.tools.reference.lowest_level import LowestLevel
-from vllm_hsd.tools.reference.source_choice import SourceChoice
+from vllm_hsd.cascade.counters import LevelCounts
+from vllm_hsd.cascade.program import ProgramSources
+from vllm_hsd.kernels.chain_verify import ChainResult
 
-SOURCES = {
-    "lookup": (1, None),
-    "two lookups": (2, None),
-    "model": (0, model),
-    "lookup, model": (1, model),
-    "two lookups, pair_model": (2, pair_model),
-}
+LENGTH, BRANCHES = 2, 2
 
 
-def sources(kinds: str, vocabulary: int = 2) -> Sources:
-    count, drafter = SOURCES[kinds]
-    return Sources(
-        names=[str(i) for i in range(count + (drafter is not None))],
-        lookups=[lookup(vocabulary, 100 + i) for i in range(count)],
-        drafter=None if drafter is None else drafter(vocabulary, 110),
-    )
+def other_token(state, text):
+    """A lookup: the token after the last one, as often as may be."""
+    last_again(state, text)
+    end, count = int(state.end[0]), int(state.drafted[0, 0])
+    state.window[0, end - count : end] = 1 - state.window[0, end - count : end].clamp(max=1)
 
 
-class Fresh(SourceChoice):
-    """The rule, anew for each generation: enumerated ones must not learn from each other."""
+class BranchedStep(EnumeratedStep):
+    """One request at temperature 1 with the branches of two lookups.
 
-    def forget(self, slot):
-        self.budget.__init__(self.sources, self.budget.lengths, 1)
-        self.__init__(self.sources, self.budget, 1)
+    Args:
+        vocabulary: of the target.
+        has_model: a model is the last source; else the chain is a lookup's.
+    """
+
+    def __init__(self, vocabulary: int, has_model: bool) -> None:
+        from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
+        from vllm_hsd.host.host_branches import HostBranches
+
+        self.drafts, self.length, self.target = BRANCHES + 1, LENGTH, Table(vocabulary, 1)
+        each = [
+            Estimates(torch.full((9,), sure, dtype=torch.float64), by_token=False)
+            for sure in (0.3, 0.4)
+        ]
+        self.lookup = lookup = SourcesLookup(
+            list(zip((last_again, other_token), each, strict=True)), 0.05, MAX_NUM_REQS, LENGTH,
+            torch.device("cpu"), has_drafter=has_model, rows=self.drafts, batch=1,
+        )  # fmt: skip
+        searches = {"lookup": lambda state: lookup(state, self.engine.text)}
+        if has_model:
+            searches = {
+                "sources": ProgramSources(
+                    lambda state: lookup.offer(state, self.engine.text),
+                    lookup.choose,
+                    lookup.drawn,
+                    lookup.prefers_drafter,
+                )
+            }
+        self.engine = Engine(
+            (LENGTH,), batch=1, requests=1, vocabulary=vocabulary, dtype=torch.float64, host=True,
+            **searches,
+        )  # fmt: skip
+        self.chosen, self.slot = Chosen(self.engine), int(self.engine.index[0])
+        self.hosted = hosted = HostBranches.__new__(HostBranches)
+        hosted.state, hosted.lookup, hosted.longest = self.engine.state, lookup, LENGTH
+        hosted.accepted = np.zeros(MAX_NUM_REQS, dtype=np.int64)
+        hosted.counts = torch.zeros(1, self.drafts, dtype=torch.int32)
+        inputs = torch.arange(0, self.drafts * (LENGTH + 1), LENGTH + 1, dtype=torch.int32)
+        hosted.offsets = {LENGTH: inputs[None]}
+        hosted.winner, hosted.emitted = torch.zeros(2, 1, dtype=torch.int32)
+        counts = SimpleNamespace(host=LevelCounts.zeros(1))
+        hosted.runner = SimpleNamespace(speculator=SimpleNamespace(counts=counts))
+
+    def begin(self, choices: Choices) -> None:
+        """Nothing but the prompt is committed, and nothing is learned."""
+        self.chosen.begin(choices)
+        self.lookup.shared.zero_()
+        self.lookup.forget(torch.tensor([self.slot]))
+
+    def rows(self, steps) -> tuple[list[int], bool, list[list[int]]]:
+        """(chain, whether the model drew it, branches) of a proposal."""
+        [chain] = self.engine.propose(steps)
+        each = zip(self.lookup.branches[0], self.lookup.branch_counts[0].tolist(), strict=True)
+        drawn = self.lookup.has_drafter and bool(self.lookup.drawn[self.slot])
+        return chain, drawn, [row[:n].tolist() for row, n in each]
 
 
-class Adversary(SourceChoice):
-    """Decides by a hash of the text, of all offers and of all that ever happened in the request."""
-
-    history = 0
-
-    def forget(self, slot):
-        super().forget(slot)
-        self.history = 0
-
-    def note(self, *facts) -> int:
-        self.history = zlib.crc32(repr((self.history, facts)).encode())
-        return self.history
-
-    def begin(self, verifier, texts):
-        self.note(texts.tokens[texts.rows[0], : texts.ends[0]].tolist())
-        super().begin(verifier, texts)
-
-    def remember(self, first, slots, starts, offers):
-        self.note(first, offers.token_ids.tolist(), offers.counts.tolist())
-        super().remember(first, slots, starts, offers)
-
-    def best(self, slots, offers, room, sure):
-        bits = self.note(room.tolist(), offers.token_ids.tolist())
-        source = bits % (len(offers.counts) + 1) - 1
-        counts = np.zeros(1, dtype=np.int64)
-        if source >= 0:
-            counts = np.minimum(offers.counts[source], 1 + bits // 8 % 3)
-        return np.where(counts > 0, source, -1), counts, np.ones(1)
-
-    def begins(self, slots, room, sure):
-        return np.array([self.note(room.tolist()) % 3 > 0])
-
-    def acceptance_of(self, slots, confidence, drafted):
-        self.note(confidence.tolist())
-        return np.ones(1)
-
-    def goes_on(self, slots, room, sure, drafted):
-        return np.array([self.note(room.tolist()) % 2 > 0] * len(slots))
+def as_chosen(chain, branches):
+    """Those of the next best offers."""
+    return chain, branches
 
 
-@pytest.mark.parametrize("rule", [Fresh, Adversary])
+def by_hash(chain, branches):
+    """Cut, left out or put in another order by all that was drafted, the chain included."""
+    bits = zlib.crc32(repr((chain, branches)).encode())
+    rows = [row[: (bits >> (2 * r)) % (LENGTH + 1)] for r, row in enumerate(branches)]
+    return chain, rows[:: 1 - bits // 64 % 2 * 2]
+
+
+def against_the_chain(chain, branches):
+    """All tokens but those of the chain, where the lookups have some."""
+    return chain, [[1 - min(token, 1) for token in chain], [*chain[:-1], 0]][: len(branches)]
+
+
+def drops_the_chain(chain, branches):
+    """Does without a chain that begins as a branch does."""
+    chain, branches = against_the_chain(chain, branches)
+    return ([] if chain[:1] == [1] else chain), branches
+
+
+def bias(rule, verifier: str, has_model: bool, vocabulary=2, length=3) -> tuple[Fraction, set]:
+    """Total variation distance to the target's joint distribution.
+
+    And the rows that won, each with whether a model drew the chain.
+    """
+    step, won = BranchedStep(vocabulary, has_model), set()
+    target, engine, chosen = step.target, step.engine, step.chosen
+
+    def generate(choices: Choices) -> Tokens:
+        step.begin(choices)
+        text: Tokens = ()
+        while len(text) < length:
+            chain, drawn, branches = step.rows(steps)
+            chain, branches = rule(chain, branches)
+            rows = engine.state.rows[0]
+            accepted, token = chosen.verify(
+                target.rows((*chain,), len(chain) + 1, text),
+                proposed(None if rows is None else rows[0], chain, vocabulary, drawn),
+                chain,
+                VERIFIERS[verifier],
+                1,
+                PROMPT + len(text),
+            )
+            verdict = [*chain[:accepted], token, *[-1] * (LENGTH - accepted)]
+            counts = torch.tensor([accepted], dtype=torch.int32)
+            found = ChainResult(torch.tensor([verdict]), counts, counts + 1, torch.zeros(1, 3))
+            emitted = step.emit([chain, *branches], text, chain=found)
+            won.add((int(step.hosted.winner[0]) > 0, drawn))
+            engine.commit(0, list(emitted))
+            text = (*text, *emitted)
+        return text
+
+    with (
+        reference_steps(engine, **chosen.functions) as steps,
+        mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
+    ):
+        found = distribution_of(generate)
+    return distance(extended(found, target, length), target.joint(length)), won
+
+
+@pytest.mark.parametrize("rule", [as_chosen, by_hash, against_the_chain])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("kinds", SOURCES)
-def test_any_rule_under_the_target(kinds, verifier, rule):
-    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", rule):
-        levels, options = [sources(kinds)], [LevelOptions(2, verifier)]
-        assert bias(levels, options, 4, verifier=verifier) < 1e-9
+@pytest.mark.parametrize("has_model", [False, True])
+def test_any_branches_beside_a_chain_are_lossless(has_model, verifier, rule):
+    found, won = bias(rule, verifier, has_model)
+    assert found == 0
+    assert won >= {(False, has_model), (True, has_model)}
 
 
-@pytest.mark.parametrize("rule", [Fresh, Adversary])
-@pytest.mark.parametrize("kinds", SOURCES)
-def test_any_rule_below_a_verifying_level(kinds, rule):
-    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", rule):
-        levels = [sources(kinds), model(2, 101)]
-        options = [LevelOptions(2), LevelOptions(3, max_rounds=2)]
-        assert bias(levels, options, 4, horizontal_tokens=kinds == "lookup, model") < 1e-9
-
-
-class FreshBranches(Fresh, BranchChoice):
-    """Everything pays before the first time is known."""
-
-
-class BranchAdversary(Adversary, BranchChoice):
-    """What is verified depends on every token of the chain that was drawn, too."""
-
-    def choose(self, grow):
-        (found,) = grow(0.0)
-        tokens = [[node.token for node in piece.path] for piece in found]
-        return [found[: self.note(tokens) % (len(found) + 1)]]
-
-    def forget(self, slot):
-        Adversary.forget(self, slot)
-        self.table.__init__()
-        self.waiting.clear()
-
-
-class DropsTheChain(BranchingLevel):
-    """Does without a drawn chain that begins as what a lookup has found."""
-
-    def _ask_model(self, batch, slots, requested, trees):
-        found = [set(tree.root.children) for tree in trees]
-        chains = super()._ask_model(batch, slots, requested, trees)
-        if chains[0] and chains[0][0].token in found[0]:
-            self.drafts.clear(slots)
-            batch.end[slots] = batch.cached[0, slots] = [tree.start for tree in trees]
-            chains = [[]]
-        return chains
-
-
-@pytest.mark.parametrize("rule", [FreshBranches, BranchAdversary])
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("kinds", SOURCES)
-def test_any_rule_of_branches(kinds, verifier, rule):
-    with mock.patch("vllm_hsd.tools.reference.branching.BranchChoice", rule):
-        levels, options = [sources(kinds)], [LevelOptions(2, verifier)]
-        assert bias(levels, options, 4, verifier=verifier, branches=3) < 1e-9
+def test_three_tokens():
+    assert bias(by_hash, "block", True, vocabulary=3, length=2)[0] == 0
 
 
 def test_a_chain_that_is_dropped_because_of_a_branch_is_caught():
-    levels, options = [sources("lookup, model", 3)], [LevelOptions(1)]
-    with mock.patch("vllm_hsd.tools.reference.branching.BranchChoice", FreshBranches):
-        assert bias(levels, options, 2, vocabulary=3, branches=3) < 1e-9
-        with mock.patch("vllm_hsd.tools.reference.cascade.BranchingLevel", DropsTheChain):
-            assert bias(levels, options, 2, vocabulary=3, branches=3) > 1e-3
-
-
-class Timed(Cascade):
-    """With learned prices, anew for each generation, on a clock that runs by calls."""
-
-    def propose(self, batch, slots, requested):
-        if batch.end[slots[0]] <= 4:
-            self.__init__([self.budget.sources], self.options, len(self.top))
-            self.ticks, batch.cached[:] = 0, 0
-        with mock.patch("vllm_hsd.budget.clock.seconds", self.tick):
-            self.budget.times[-1].observe(1 + self.ticks % 3, 1.0 + self.ticks % 2)
-            self.budget.step = self.budget.prices(slots, requested, False)
-            return super().propose(batch, slots, requested)
-
-    def tick(self) -> float:
-        self.ticks += 1
-        return 1e-4 * self.ticks**2
-
-
-@pytest.mark.parametrize("kinds", SOURCES)
-def test_learned_prices(kinds):
-    with mock.patch("vllm_hsd.tools.reference.engine.Cascade", Timed):
-        assert bias([sources(kinds)], [LevelOptions(2)], 4) < 1e-9
-
-
-@pytest.mark.parametrize("settings", [{"vocabulary": 3}, {"eos": 0}, {"eos": 1}])
-def test_three_tokens_and_eos(settings):
-    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", Adversary):
-        levels = [sources("lookup, model", settings.get("vocabulary", 2))]
-        assert bias(levels, [LevelOptions(2)], 3, **settings) < 1e-9
-
-
-def test_a_drafter_that_the_text_outgrows():
-    levels = [sources("lookup, model")]
-    levels[0].drafter.context_length = 4
-    with mock.patch("vllm_hsd.tools.reference.lowest_level.SourceChoice", Fresh):
-        assert bias(levels, [LevelOptions(2)], 4) < 1e-9
-
-
-class StopsByTheToken(LowestLevel):
-    """Goes on by the token just drawn, which stays in the draft; or drops it where it stops."""
-
-    drops = False
-
-    def _draft_token(self, batch, slots, uniforms):
-        logits, ended = super()._draft_token(batch, slots, uniforms)
-        stops = batch.tokens[batch.rows[slots], batch.end[slots] - 1] == 0
-        if self.drops and stops.any():
-            self.drafts.counts[slots[stops]] -= 1
-            batch.end[slots[stops]] -= 1
-            batch.cached[0, slots] = np.minimum(batch.cached[0, slots], batch.end[slots])
-        return logits, ended | stops
-
-
-class StopsAndDrops(StopsByTheToken):
-    drops = True
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("levels", [1, 2])
-def test_a_draft_may_end_by_its_last_token_if_that_stays(levels, verifier):
-    def bias_of(lowest_level) -> float:
-        with (
-            mock.patch("vllm_hsd.tools.reference.cascade.LowestLevel", lowest_level),
-            mock.patch.object(SourceChoice, "goes_on", lambda self, slots, *_: slots >= 0),
-        ):
-            found, options = [sources("model")], [LevelOptions(3, verifier)]
-            if levels == 2:
-                found.append(model(2, 101))
-                options.append(LevelOptions(3, max_rounds=2))
-            return bias(found, options, 3, verifier=verifier)
-
-    assert bias_of(StopsByTheToken) < 1e-9
-    assert bias_of(StopsAndDrops) > 1e-3
-
-
-class LooksAtTheDraft(LowestLevel):
-    """Lets the drafter draft, looks at its first token, and may use the lookup instead."""
-
-    drops = True
-
-    def unwanted(self, batch, start: int) -> bool:
-        return batch.tokens[0, start] == 0
-
-    def _draft_from_sources(self, batch, budget, slots, requested, verifier):
-        start = int(batch.end[0])
-        with mock.patch.object(budget, "best", self.none):
-            super()._draft_from_sources(batch, budget, slots, requested, verifier)
-        drafts = self.drafts
-        if not drafts.counts[0] or not self.unwanted(batch, start) or not self.drops:
-            return
-        drafts.clear(slots)
-        batch.end[slots] = start
-        batch.cached[0, slots] = np.minimum(batch.cached[0, slots], start)
-        found = self.lookups[0].lookup(batch.texts(slots), requested)
-        self._append_found(batch, slots, found.token_ids, found.counts)
-
-    def none(self, slots, offers, room, sure):
-        return np.array([-1]), np.array([0]), np.ones(1)
-
-
-class LooksAndKeeps(LooksAtTheDraft):
-    """As above, but whatever it sees changes nothing."""
-
-    drops = False
-
-
-class KnowsTheVerdict(LooksAtTheDraft):
-    """Uses the lookup where the target is less sure of the drawn token than the drafter was."""
-
-    def unwanted(self, batch, start: int) -> bool:
-        from oracle.exact import Table
-
-        text = tuple(batch.tokens[0, 3:start].tolist())
-        token = int(batch.tokens[0, start])
-        drawn = float(np.exp(self.models.models[0].row(text)[token]))
-        return float(Table(2, 1)(text)[token]) < drawn
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("mutant", [LooksAtTheDraft, KnowsTheVerdict])
-def test_a_choice_by_the_drawn_token_is_caught(mutant, verifier):
-    def bias_of(lowest_level) -> float:
-        with mock.patch("vllm_hsd.tools.reference.cascade.LowestLevel", lowest_level):
-            levels = [sources("lookup, model")]
-            return bias(levels, [LevelOptions(2, verifier)], 3, verifier=verifier)
-
-    assert bias_of(LooksAndKeeps) < 1e-9
-    assert bias_of(mutant) > 1e-3
+    assert bias(drops_the_chain, "block", True)[0] > Fraction(1, 1000)

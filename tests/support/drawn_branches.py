@@ -139,7 +139,7 @@ def difference_of_caches(llm, work) -> tuple[float, int]:
     for most in (params["max_tokens"], 1):
         llm.reset_prefix_cache()
         job = {"a": {"prompts": [prompt], "params": {**params, "max_tokens": most}}}
-        copy = "vllm_hsd.host.branches.copy_from_winners"
+        copy = "vllm_hsd.host.branch_caches.copy_from_winners"
         with mock.patch(copy) if faulty and not kept else contextlib.nullcontext():
             _, each = run(llm, (job, None))
         seen += each

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from support.engines import run_jobs
 
+from vllm_hsd.host import branch_caches
 from vllm_hsd.host import branches as module
 
 
@@ -128,7 +129,7 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
     def finish():
         step = hosted.step
         if step is not None:
-            seen["groups"] = len(hosted.caches)
+            seen["groups"] = len(hosted.caches.groups)
             seen["rows"] = max(seen["rows"], 1 + int(step.rows.branch.max()))
             batch, shown = hosted.shown
             of_rows = [batch.req_ids[i] for i in step.rows.request.tolist()]
@@ -190,9 +191,9 @@ def difference_of_caches(llm, source: Any, none: Any, prompt: list[int], length:
 
 def _without(name: str) -> Callable[[Any], Callable[[], None]]:
     def put(hosted: Any) -> Callable[[], None]:
-        old = getattr(module, name)
-        setattr(module, name, lambda *_, **__: None)
-        return lambda: setattr(module, name, old)
+        old = getattr(branch_caches, name)
+        setattr(branch_caches, name, lambda *_, **__: None)
+        return lambda: setattr(branch_caches, name, old)
 
     return put
 

@@ -1,5 +1,6 @@
 """Programs over table-driven levels with paged caches, and the host's cascade next to them."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,20 +19,22 @@ from support.proposal_states import block_tables
 
 from vllm_hsd.cascade import cascade_steps, entropy_stopping
 from vllm_hsd.cascade.counters import LevelCounts
-from vllm_hsd.cascade.drafts import DraftStore, ragged_arange
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
 from vllm_hsd.cascade.filled_blocks import FilledBlocks
-from vllm_hsd.cascade.level import DraftBatch, LevelOptions, StepLevels
-from vllm_hsd.cascade.program import Program, ProgramSources
+from vllm_hsd.cascade.level import LevelOptions, StepLevels
+from vllm_hsd.cascade.program import Program, ProgramLookup, ProgramSources
 from vllm_hsd.cascade.proposal_state import ProposalState
+from vllm_hsd.cascade.ragged import ragged_arange
 from vllm_hsd.cascade.schedule import Schedule, compile_schedule, first_draw
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
-from vllm_hsd.cascade.stopping import EntropyThresholds
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.level_caches import LevelCaches
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.rules.rng import host_uniforms
+from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.drafts import DraftStore
+from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 MAX_MODEL_LEN, MAX_NUM_REQS, PROMPT = 40, 7, 5
 BLOCK_SIZE = 4
@@ -101,6 +104,7 @@ class Engine:
         vocabulary: V.
         dtype: of the rows.
         sources: lookups next to the lowest level.
+        lookup: what level 0 is in the place of a model; see `program.ProgramLookup`.
         host: run it as a CPU does, see `host.host_program`.
         drafts: of each request that the only level draws.
     """
@@ -120,6 +124,7 @@ class Engine:
         greedy: bool = False,
         seed: int = 0,
         sources: ProgramSources | None = None,
+        lookup: ProgramLookup | None = None,
         host: bool = False,
         drafts: int = 1,
     ) -> None:
@@ -127,6 +132,7 @@ class Engine:
         plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
         self.schedule: Schedule = compile_schedule(
             plain,
+            lookup=lookup is not None,
             chooses=sources is not None,
             drafts=drafts,
             horizontal_tokens=horizontal_tokens,
@@ -142,13 +148,14 @@ class Engine:
         ]
         self.tables = [Table(vocabulary, 100 + k) for k in range(len(lengths))]
         self.groups, self.blocks = block_tables(seed, sizes=(BLOCK_SIZE,))
+        self.lookup = lookup
         self.levels = [CachedTableLevel(t, self.blocks[0], dtype) for t in self.tables]
         self.state = ProposalState.allocate(
             self.schedule,
             batch=batch,
             max_num_reqs=MAX_NUM_REQS,
             vocab_size=vocabulary,
-            dtypes=[dtype] * len(lengths),
+            dtypes=[None if lookup and k == 0 else dtype for k in range(len(lengths))],
             num_kv_groups=1,
             device=torch.device("cpu"),
         )
@@ -169,7 +176,7 @@ class Engine:
             made = partial(SeveralDraftsProgram, kept=self.several)
         self.program = made(
             self.schedule,
-            self.levels,
+            [lookup or self.levels[0], *self.levels[1:]],
             verifiers[: len(lengths)],
             self.groups,
             MAX_MODEL_LEN,
@@ -194,8 +201,15 @@ class Engine:
             for level in self.levels if not host else ():
                 level.ingest(slot, self.text[slot, : PROMPT - 1])
 
-    def propose(self, steps=cascade_steps, selection: StepLevels | None = None) -> list[list[int]]:
-        """The drafts of all requests, on the host by some of the levels."""
+    def propose(
+        self,
+        steps=cascade_steps,
+        selection: StepLevels | Callable[[ProposalState], StepLevels | None] | None = None,
+    ) -> list[list[int]]:
+        """The drafts of all requests, on the host by some of the levels.
+
+        A function selects them after `HostProgram.begin`.
+        """
         steps.stage(
             self.state,
             self.schedule,
@@ -212,6 +226,8 @@ class Engine:
         if self.host:
             state = self.state.bucket(len(self.index))
             self.program.begin(state)
+            if callable(selection):
+                selection = selection(state)
             if selection is not None and selection.most is not None:
                 selection = replace(selection, most=selection.most[self.program.drafts])
             self.program.run(state, selection)
@@ -344,7 +360,9 @@ class TableCaches(LevelCaches):
     """Of an `Engine`; `read` lets tables read prompts."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.levels, self.keeps = engine, engine.levels, True
+        self.engine, self.levels, self.keeps = engine, list(engine.levels), True
+        if engine.lookup is not None:
+            self.levels[0] = None
         self.computed = np.zeros((len(self.levels), MAX_NUM_REQS), dtype=np.int64)
         self.marked = np.zeros_like(self.computed)
         self.blocks = FilledBlocks(len(self.levels), BLOCK_SIZE)

@@ -2,12 +2,12 @@
 
 vLLM schedules one flat list of draft tokens for a request: [x.., y.., z..], a chain x and what
 branches y, z have of their own. With the last verified token, the root, in front, the chain is a
-row of the attention. A branch begins like another row, at least with the root; its own tokens are
-a row that goes on from there.
+row of the attention. A branch begins with the root, too; its own tokens are a row that goes on from
+there.
 
 A branch's row has the blocks of the request but for those from the root on. In their place it has
 private ones, which lie in the same request's table, behind all that its other levels may write. The
-keys and values of the tokens that it shares are written there, too, when their own row's are.
+keys and values of the root are written there, too, when the chain's are.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hsd.cascade import row_layout
-from vllm_hsd.cascade.branch_store import BranchStore
-from vllm_hsd.cascade.drafts import ragged_arange, ragged_starts
+from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
 
 
 class Rows(NamedTuple):
@@ -26,7 +25,7 @@ class Rows(NamedTuple):
 
     Attributes:
         places: [B, R, L + 1] int64, place among its request's tokens of a row's root and of its
-            draft tokens, shared or its own. Those from counts[b, r] on mean nothing.
+            draft tokens. Those from counts[b, r] on mean nothing.
         counts: [B, R] int64 tokens of a row with its root; 0: no row. The first row of a request
             is its chain, or whatever it computes where it has no branches.
         request, branch, start, tokens, base, begin: [n] int64, of each row: its request, its place
@@ -54,24 +53,9 @@ class Rows(NamedTuple):
         found: np.ndarray = numbers.reshape(self.counts.shape)[requests, branch]
         return found
 
-    def before(self, request: int) -> list[list[int]]:
-        """Places of the draft tokens that precede each token of a request, the root among them."""
-        counts, places = self.counts[request].tolist(), self.places[request].tolist()
-        if not any(counts[1:]):
-            return [list(range(1, n + 1)) for n in range(counts[0])]
-        found: dict[int, list[int]] = {}
-        for count, path in zip(counts, places, strict=True):
-            for depth in range(count):
-                found.setdefault(path[depth], path[1 : depth + 1])
-        return [found[place] for place in range(len(found))]
-
 
 def lay_out(
-    scheduled: np.ndarray,
-    base: np.ndarray,
-    chain: np.ndarray,
-    store: BranchStore,
-    slots: np.ndarray,
+    scheduled: np.ndarray, base: np.ndarray, chain: np.ndarray, drafted: np.ndarray
 ) -> Rows:
     """The rows of a batch, as far as the scheduler did not cut them.
 
@@ -79,11 +63,9 @@ def lay_out(
         scheduled: [B] int64 tokens of each request.
         base: [B] int64, position of each request's first token.
         chain: [B] int64, tokens of the chain as it was drafted.
-        store: the branches as they were drafted.
-        slots: [B] int64, of the requests.
+        drafted: [B, R - 1] int64, tokens of the branches as they were drafted.
     """
-    drafted, shared, parent = store.counts[slots], store.shared[slots], store.parent[slots]
-    widths = np.concatenate([chain[:, None] + 1, drafted - shared], axis=1)
+    widths = np.concatenate([chain[:, None] + 1, drafted], axis=1)
     # A part of a prompt, placeholders, or a chain alone.
     single = ~drafted.any(1)
     widths[single, 0] = scheduled[single]
@@ -92,28 +74,14 @@ def lay_out(
     if (own.sum(1) != scheduled).any():
         raise AssertionError(f"{scheduled} tokens are scheduled where {widths} were drafted")
     counts = own.copy()
-    counts[:, 1:] += np.where(own[:, 1:] > 0, 1 + shared, 0)
-    depth = np.arange(store.token_ids.shape[2] + 1)
+    counts[:, 1:] += own[:, 1:] > 0
+    depth = np.arange(max(chain.max(), drafted.max()) + 1)
     places = np.tile(depth, (*own.shape, 1))
-    batch = np.arange(len(slots))
-    for r in range(1, own.shape[1]):
-        more = depth - shared[:, r - 1, None] - 1
-        of_parent = places[batch, parent[:, r - 1]]
-        places[:, r] = np.where(more < 0, of_parent, offsets[:, r, None] + more)
+    places[:, 1:, 1:] = offsets[:, 1:, None] + depth[1:] - 1
     request, branch = np.nonzero(own)
     tokens, root = own[request, branch], base[request]
     begin = root + counts[request, branch] - tokens
     return Rows(places, counts, request, branch, ragged_starts(tokens), tokens, root, begin)
-
-
-def flat_tokens(
-    chain: list[int], branches: list[list[int]], counts: list[int], shared: list[int]
-) -> list[int]:
-    """The list that is scheduled for one request: its chain, then the branches' own tokens."""
-    flat = list(chain)
-    for branch, count, known in zip(branches, counts, shared, strict=True):
-        flat += branch[known:count]
-    return flat
 
 
 class PrivateBlocks(row_layout.PrivateBlocks):
@@ -139,7 +107,7 @@ class PrivateBlocks(row_layout.PrivateBlocks):
         return rows.start[owners] + offsets, positions, self._slots(tables, owners, positions)
 
     def repeated(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of tokens that branches share: places in the flat batch, branches' slots; [k] int64."""
+        """Of roots that branches share: places in the flat batch, branches' slots; [k] int64."""
         some = rows.branches
         owners, depth = ragged_arange((rows.begin - rows.base)[some])
         owners = some[owners]

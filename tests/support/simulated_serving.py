@@ -5,22 +5,16 @@ The text of every request is written beforehand, and what each level says at eac
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.level import (
-    UNLIMITED,
-    DraftBatch,
-    LevelOptions,
-    LookupLevel,
-    LookupResult,
-    Sources,
-)
-from vllm_hsd.cascade.stopping import EntropyThresholds
-from vllm_hsd.rules.branches import follow
+from vllm_hsd.cascade.level import UNLIMITED, LevelOptions, LookupLevel, LookupResult, StepLevels
+from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 LENGTH, TEXT, REQUEST, VOCABULARY = 8, 2000, 200, 50
 SEARCH_SECONDS = 1e-4
@@ -61,7 +55,7 @@ class Guess:
         right = rng.random(texts.shape) < np.reshape(self.rate, (-1, 1))
         self.guesses = np.where(right, texts, (texts + 1) % VOCABULARY)
         self.offers = rng.random(texts.shape) < self.found
-        self.clock = clock
+        self.clock, self.last_estimates = clock, np.full((len(texts), LENGTH), np.nan)
 
     def read(self, *args) -> None:
         pass
@@ -75,8 +69,9 @@ class Guess:
         token_ids = self.guesses[rows[:, None], ends[:, None] + np.arange(width)]
         counts = np.where(self.offers[rows, ends], requested, 0)
         confidence = np.broadcast_to(self.confidence, len(self.offers))[rows, None]
-        confidence = confidence ** np.arange(1, width + 1)
-        return LookupResult(token_ids, counts, confidence)
+        found = LookupResult(token_ids, counts, confidence ** np.arange(1, width + 1))
+        self.last_estimates[rows, :width] = found.estimates
+        return found
 
 
 @dataclass
@@ -87,14 +82,13 @@ class Drafter:
         rate: acceptance rate, one or one per request.
         seconds: of a pass by tokens.
         sureness: how far its confidence tells right from wrong; 0 for not at all.
-        near: how often the right token is its second likeliest where it is wrong.
     """
 
     rate: float | np.ndarray
     seconds: Callable[[int], float]
     sureness: float = 1.0
-    near: float = 0.0
-    keeps_cache = True
+    # See `HostProgram`; of the lowest level alone.
+    timed = None
     context_length = UNLIMITED
 
     def start(self, texts: np.ndarray, clock: Clock, seed: int) -> None:
@@ -103,23 +97,103 @@ class Drafter:
         spread = rng.beta(2 * rate, 2 * (1 - rate))
         right = rng.random(texts.shape) < rate + self.sureness * (spread - rate)
         self.guesses = np.where(right, texts, (texts + 2) % VOCABULARY)
-        is_near = rng.random(texts.shape) < self.near
-        self.second = np.where(is_near & ~right, texts, (texts + 3) % VOCABULARY)
         self.confidence = np.clip(spread, 0.03, 0.999)
         self.clock = clock
 
     def forward(self, tokens, rows, starts, counts, num_logits):
-        self.clock.now += self.seconds(int(counts.sum()))
+        self.fed = int(counts.sum())
+        seconds = self.seconds(self.fed)
+        self.clock.now += seconds
+        if self.timed is not None:
+            self.timed(0, self.fed, seconds)
         owners = np.repeat(np.arange(len(rows)), num_logits)
         offsets = np.arange(len(owners)) - np.repeat(np.cumsum(num_logits) - num_logits, num_logits)
         place = (rows[owners], (starts + counts - num_logits + 1)[owners] + offsets)
         sure = self.confidence[place]
         logits = torch.zeros(len(owners), VOCABULARY, dtype=torch.float64)
         peaks = np.log(sure * (VOCABULARY - 1) / (1 - sure))
-        if self.near:
-            logits[np.arange(len(owners)), self.second[place]] = torch.from_numpy(peaks / 2)
         logits[np.arange(len(owners)), self.guesses[place]] = torch.from_numpy(peaks)
         return logits
+
+
+class TimedCascade(Cascade):
+    """Tells a budget of what its levels verify; of all levels, times by the clock.
+
+    Args:
+        clock: of the simulation.
+        verified: see `DraftBudget.level_verified`; None for nobody.
+    """
+
+    def __init__(self, levels, options, num_slots, clock: Clock, verified=None) -> None:
+        super().__init__(levels, options, num_slots)
+        self.clock, self.verified, self.seconds = clock, verified, [0.0] * len(levels)
+
+    def estimates(self, level: int, slots: np.ndarray) -> np.ndarray:
+        """[n, N] of the tokens that a level has drafted, by its own account."""
+        if level == 0 and self.lookup is not None:
+            return self.lookup.last_estimates[slots]
+        return np.full((len(slots), LENGTH), np.nan)
+
+    def _draft(self, batch, level, slots, requested):
+        began = self.clock.now
+        drafts = super()._draft(batch, level, slots, requested)
+        self.seconds[level] = self.clock.now - began
+        return drafts
+
+    def _verify(self, batch, level, slots, requested, below):
+        feeder, began = self.selection.below(level)[0], self.clock.now
+        before, drafted = self.drafts[level].counts[slots], below.counts[slots]
+        ended = super()._verify(batch, level, slots, requested, below)
+        if self.verified is not None:
+            self.verified(
+                feeder,
+                level,
+                slots,
+                requested=requested,
+                drafted=drafted,
+                estimates=self.estimates(feeder, slots),
+                accepted=self.drafts[level].counts[slots] - before - 1,
+                computed=self.levels[level].fed,
+                drafting_seconds=self.seconds[level - 1],
+                verifying_seconds=self.clock.now - began,
+            )
+        return ended
+
+
+class Proposal:
+    """What `HostBudget` reads of a `HostProgram` and its state, over a cascade of the reference."""
+
+    thresholds = None
+
+    def __init__(self, cascade: TimedCascade, size: int) -> None:
+        self.cascade, self.has_lookup = cascade, cascade.lookup is not None
+        self.everything = self.selection = cascade.everything
+        self.requested, self.draft_length = torch.zeros(2, 1, size, dtype=torch.int32)
+        self.estimate = [cascade.estimates(k, np.arange(size)) for k in range(len(cascade.levels))]
+        if self.has_lookup:
+            self.estimate[0] = cascade.lookup.last_estimates
+
+    def begin(self, batch: DraftBatch, slots: np.ndarray, most: int) -> None:
+        """Of these requests; `requested` and `draft_length` are of them."""
+        self.batch, self.slots, self.drafts = batch, slots, np.ones(len(slots), dtype=bool)
+        self.requested = torch.full((1, len(slots)), most)
+
+    def offer(self, state: "Proposal", drafts: np.ndarray) -> LookupResult:
+        return self.cascade.lookup.lookup(
+            self.batch.texts(self.slots), self.requested[-1].numpy().astype(np.int64)
+        )
+
+    def missed(self, state: "Proposal", level: int) -> int:
+        return 0
+
+    def run(self, selection: StepLevels) -> None:
+        """Draft by some of the levels."""
+        self.selection, requested = selection, self.requested[-1].numpy()
+        requested[:] = np.minimum(requested, selection.draft_lengths[-1] if selection.levels else 0)
+        if selection.most is not None and selection.levels:
+            requested[:] = np.minimum(requested, selection.most)
+        drafts = self.cascade.propose(self.batch, self.slots, requested.astype(np.int64), selection)
+        self.draft_length = torch.from_numpy(drafts.counts[self.slots])
 
 
 @dataclass
@@ -127,9 +201,9 @@ class Serving:
     """`size` requests under a target whose step over n tokens takes target(n) seconds.
 
     Attributes:
-        levels: cheapest first; the lowest may be a list of sources.
-        fixed: draft lengths of all levels; None to adapt them, up to `LENGTH`.
-        branches: drafts of a request that are verified together, at most.
+        levels: cheapest first.
+        fixed: draft lengths of all levels; None to let the budget that serves adapt them, up to
+            `LENGTH`.
         prompt: tokens that a request begins with, read in a step whose time is not observed; it
             drafts nothing before its second token. 0: requests begin without any.
         noise: spread of the logarithm of a step's time; one step in 100 takes ten times as long.
@@ -140,35 +214,32 @@ class Serving:
     size: int = 1
     fixed: tuple[int, ...] | None = None
     noise: float = 0.05
-    branches: int = 1
     prompt: int = 0
     lengths: list[float] = field(default_factory=list)
-    passed: list[float] = field(default_factory=list)
 
     def __post_init__(self):
+        from vllm_hsd.host.host_budget import HostBudget
+
         self.rng, self.clock = np.random.default_rng(5), Clock()
         self.begun = np.zeros(0, dtype=np.int64)
         self.texts = np.random.default_rng(0).integers(0, VOCABULARY, (self.size, TEXT))
         self.tokens = self.texts.astype(np.int32)
-        sources = self.levels[0] if isinstance(self.levels[0], list) else [self.levels[0]]
-        for seed, level in enumerate([*sources, *self.levels[1:]]):
+        for seed, level in enumerate(self.levels):
             level.start(self.texts, self.clock, seed + 1)
-        lowest = sources[0]
-        if self.fixed is None or len(sources) > 1:
-            lookups = [source for source in sources if isinstance(source, LookupLevel)]
-            drafter = None if isinstance(sources[-1], LookupLevel) else sources[-1]
-            names = [str(i) for i in range(len(sources))]
-            lowest = Sources(names, lookups, drafter, branches=self.branches)
-        count = len(self.levels)
-        self.options = [LevelOptions(length) for length in self.fixed or [LENGTH] * count]
-        self.cascade = self.build([lowest, *self.levels[1:]])
+        lengths = list(self.fixed or [LENGTH] * len(self.levels))
+        is_lookup = isinstance(self.levels[0], LookupLevel)
+        self.budget = None
+        if self.fixed is None:
+            self.budget = HostBudget(is_lookup, lengths, lengths, self.size, 1, None)
+        told = None if self.budget is None else self.budget.budget.level_verified
+        if self.budget is not None and not is_lookup:
+            self.levels[0].timed = self.budget.timed
+        options = [LevelOptions(length) for length in lengths]
+        self.cascade = TimedCascade(self.levels, options, self.size, self.clock, told)
+        self.proposal, self.most = Proposal(self.cascade, self.size), lengths[-1]
         self.ends = 4 + (np.arange(self.size) * 37) % REQUEST
         self.numbers = self.ends // REQUEST
-        self.cached = np.tile(self.ends - 1, (count, 1))
-
-    def build(self, levels) -> Cascade:
-        adaptive = self.fixed is None
-        return Cascade(levels, self.options, self.size, 0, adaptive, self.branches)
+        self.cached = np.tile(self.ends - 1, (len(self.levels), 1))
 
     def use(self, size: int) -> None:
         """Serve so many of the requests from now on."""
@@ -177,7 +248,10 @@ class Serving:
     def run(self, steps: int) -> float:
         """Tokens per second of `steps` steps, their times without noise."""
         tokens, began, extra = 0, self.clock.now, 0.0
-        with mock.patch("vllm_hsd.budget.clock.seconds", self.clock):
+        with (
+            mock.patch("vllm_hsd.budget.clock.seconds", self.clock),
+            mock.patch("vllm_hsd.host.host_budget._agreed", lambda found: found()),
+        ):
             for _ in range(steps):
                 emitted, noise = self._step()
                 tokens, extra = tokens + emitted, extra + noise
@@ -203,47 +277,34 @@ class Serving:
         drafting = np.setdiff1d(slots, idle)
         drafts = self.cascade.drafts[-1]
         drafts.clear(slots)
-        if len(drafting):
-            most = np.full(len(drafting), self.options[-1].draft_length)
-            self.propose(batch, drafting, most, len(slots) - len(self.begun))
+        self._propose(batch, drafting, len(slots) - len(self.begun))
         counts = drafts.counts[slots]
         self.lengths.append(counts.mean())
-        beside = self.cascade.branches
         passed = len(slots) + int(counts.sum())
-        if beside is not None:
-            passed += int((beside.counts[slots] - beside.shared[slots]).sum())
-        self.passed.append(passed / len(slots))
         seconds = float(self.target(passed + self.prompt * len(self.begun)))
         stalled = 10 if self.rng.random() < 0.01 else 1
         measured = seconds * stalled * np.exp(self.rng.normal(0, self.noise))
         self.clock.now += measured
-        if not len(self.begun):
-            self.observe(passed, measured)
         place = self.ends[slots, None] + np.arange(drafts.length)
         own = self.texts[slots[:, None], place]
         self.tokens[slots[:, None], place] = own
         same = own == drafts.token_ids[slots]
         same &= np.arange(drafts.length) < counts[:, None]
         accepted = np.logical_and.accumulate(same, axis=1).sum(1)
-        if counts.any():
-            self.cascade.record_acceptance(slots, accepted, batch.thresholds)
-        emitted = accepted + 1
-        if beside is not None and counts.any():
-            text = np.pad(own, ((0, 0), (0, 1)))
-            text[:, -1] = self.texts[slots, self.ends[slots] + drafts.length]
-            _, emitted, winner = follow(
-                np.where(np.arange(text.shape[1]) < emitted[:, None], text, -1),
-                emitted,
-                beside.token_ids[slots],
-                beside.counts[slots],
-                lambda requests, rows, places: text[requests, places],
+        self.cascade.record_acceptance(slots, accepted, batch.thresholds)
+        if self.budget is not None:
+            step = SimpleNamespace(
+                num_reqs=len(slots),
+                idx_mapping_np=slots,
+                num_scheduled_tokens=counts + 1,
+                has_prefill=len(self.begun) > 0,
             )
-            self.cascade.record_branches(slots, winner, emitted - accepted - 1)
+            self.budget.step_ended(step, self.proposal, accepted + 1, counts - accepted)
         self.cached[:, slots] = np.minimum(
             self.cached[:, slots], (self.ends[slots] + accepted)[None]
         )
-        self.ends[slots] += emitted
-        return int(emitted.sum()), measured - seconds
+        self.ends[slots] += accepted + 1
+        return int(accepted.sum()) + len(slots), measured - seconds
 
     def _begin_requests(self, slots) -> np.ndarray:
         """A request ends after REQUEST tokens; the next one takes its slot."""
@@ -253,16 +314,18 @@ class Serving:
         self.numbers = self.ends // REQUEST
         for slot in begins:
             self.cascade.forget(slot)
+            if self.budget is not None:
+                self.budget.forget(slot)
         return begins
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        if self.cascade.budget is not None:
-            self.cascade.budget.times[-1].observe(tokens, seconds)
-
-    def propose(self, batch, slots, most, running):
-        budget = self.cascade.budget
-        if budget is not None:
-            selects = self.fixed is None and budget.selects
-            offer = self.cascade.lowest.offer(batch, slots, most) if selects else None
-            budget.step = budget.prices(slots, most, self.fixed is None, running, offer)
-        return self.cascade.propose(batch, slots, most, budget and budget.step.selection)
+    def _propose(self, batch: DraftBatch, slots: np.ndarray, running: int) -> None:
+        proposal, budget = self.proposal, self.budget
+        proposal.begin(batch, slots, self.most)
+        if budget is None:
+            proposal.run(self.cascade.everything)
+        elif not len(slots):
+            budget.nothing_drafted()
+        else:
+            left = np.full(len(slots), REQUEST)
+            proposal.run(budget.select(proposal, proposal, running, left))
+            budget.proposal_ended(proposal, proposal)

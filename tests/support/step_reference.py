@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from support.kernel_reference import filtered
 
-from vllm_hsd.cascade.drafts import room_below
 from vllm_hsd.cascade.proposal_state import COUNTS
 from vllm_hsd.cascade.schedule import Draft, Verify, first_draw
-from vllm_hsd.cascade.stopping import entropy_nats
 from vllm_hsd.tools.planner.prompt_lookup import propose
+from vllm_hsd.tools.reference.drafts import room_below
+from vllm_hsd.tools.reference.stopping import entropy_nats
 
 
 def stage(

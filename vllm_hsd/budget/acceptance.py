@@ -39,10 +39,8 @@ class AcceptanceEstimates:
         self.own = np.zeros((2, num_drafters, num_slots))
         self.drafts = np.ones((2, num_drafters))
 
-    def corrected(
-        self, drafter: int | np.ndarray, estimates: np.ndarray, places: np.ndarray
-    ) -> np.ndarray:
-        """Estimates by what became of tokens with such; all arguments are broadcast.
+    def corrected(self, drafter: int, estimates: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Estimates by what became of tokens with such; estimates and places are broadcast.
 
         Args:
             drafter: which one made them.
@@ -54,26 +52,16 @@ class AcceptanceEstimates:
         found: np.ndarray = (accepted + PRIOR_TOKENS * estimates) / (verified + PRIOR_TOKENS)
         return found
 
-    def scale(self, drafter: int | slice, slots: np.ndarray) -> np.ndarray:
-        """Accepted over expected tokens in these requests, 1 before any: [n], or [drafters, n]."""
+    def scale(self, drafter: int, slots: np.ndarray) -> np.ndarray:
+        """[n] accepted over expected tokens in these requests, 1 before any."""
         accepted, expected = self.own[:, drafter, slots] + PRIOR_TOKENS
         ratio: np.ndarray = accepted / expected
         return ratio
 
-    def ahead(
-        self, drafter: int, slots: np.ndarray, places: np.ndarray | int, width: int
-    ) -> np.ndarray:
-        """[n, width] acceptance of the next tokens, whose estimates are not known yet.
-
-        Args:
-            drafter: which one.
-            slots: [n] int64.
-            places: [n] int64, tokens of the drafter before.
-            width: how many tokens.
-        """
-        place = np.reshape(places, (-1, 1)) + np.arange(width)
-        each = self.expected(drafter, PLACES)[np.minimum(place, PLACES - 1)]
-        found: np.ndarray = np.minimum(each * self.scale(drafter, slots)[:, None], 1.0)
+    def ahead(self, drafter: int, slots: np.ndarray, width: int) -> np.ndarray:
+        """[n, width] acceptance of a draft's tokens in [n] slots, before their estimates."""
+        each = self.expected(drafter, width) * self.scale(drafter, slots)[:, None]
+        found: np.ndarray = np.minimum(each, 1.0)
         return found
 
     def expected(self, drafter: int, width: int) -> np.ndarray:
@@ -90,34 +78,33 @@ class AcceptanceEstimates:
 
     def observe(
         self,
-        drafters: slice,
+        drafter: int,
         slots: np.ndarray,
         estimates: np.ndarray,
         expected: np.ndarray,
         verified: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """Take in what became of one draft per drafter and request.
+        """Update the estimates from one verified draft per request.
 
         Args:
-            drafters: D of them.
+            drafter: whose drafts they are.
             slots: [n] int64.
-            estimates, expected: [D, n, width] their own, and as `corrected` when it was drafted.
-            verified: [D, n] int64 tokens that there is a verdict for; 0 says nothing.
-            accepted: [D, n] int64, at most `verified`.
+            estimates, expected: [n, width] its own, and as `corrected` when it was drafted.
+            verified: [n] int64 tokens that there is a verdict for; 0 says nothing.
+            accepted: [n] int64, at most `verified`.
         """
-        place = np.arange(estimates.shape[2])
-        tried = place < np.minimum(accepted + 1, verified)[..., None]
-        own = self.own[:, drafters, slots] * np.where(verified > 0, MEMORY, 1.0)
+        place = np.arange(estimates.shape[1])
+        tried = place < np.minimum(accepted + 1, verified)[:, None]
+        own = self.own[:, drafter, slots] * np.where(verified > 0, MEMORY, 1.0)
         own[0] += accepted
-        own[1] += (expected * tried).sum(2)
-        self.own[:, drafters, slots] = own
-        drafter, request, where = tried.nonzero()
-        at = bins(estimates[tried])
-        group = (drafter + drafters.start, np.minimum(where, PLACES - 1), at)
-        np.add.at(self.shared[0], group, where < accepted[drafter, request])
-        np.add.at(self.shared[1], group, 1)
-        self.shared[:, drafters] *= _fading(self.shared[1, drafters].sum(-1))[..., None]
+        own[1] += (expected * tried).sum(1)
+        self.own[:, drafter, slots] = own
+        request, where = tried.nonzero()
+        group = np.minimum(where, PLACES - 1), bins(estimates[tried])
+        np.add.at(self.shared[0, drafter], group, where < accepted[request])
+        np.add.at(self.shared[1, drafter], group, 1)
+        self.shared[:, drafter] *= _fading(self.shared[1, drafter].sum(-1))[:, None]
 
     def count(self, drafter: int, filled: int, requested: int) -> None:
         """Take in that `filled` of `requested` drafts hold any token."""
@@ -129,7 +116,7 @@ class AcceptanceEstimates:
         return float(self.drafts[0, drafter] / self.drafts[1, drafter])
 
     def forget(self, slot: int) -> None:
-        """See `Cascade.forget`."""
+        """The slot has a new request."""
         self.own[:, :, slot] = 0
 
 

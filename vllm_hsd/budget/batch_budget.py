@@ -66,11 +66,9 @@ class BatchBudget:
         size = len(accepted)
         self.times[self.lengths.index(length)].observe(size, seconds)
         if length:
-            estimates = np.full((1, size, length), PRIOR_ACCEPTANCE)
-            slots, verified = np.zeros(size, np.int64), np.full((1, size), length)
-            self.acceptance.observe(
-                slice(0, 1), slots, estimates, estimates, verified, accepted[None]
-            )
+            estimates = np.full((size, length), PRIOR_ACCEPTANCE)
+            slots, verified = np.zeros(size, np.int64), np.full(size, length)
+            self.acceptance.observe(0, slots, estimates, estimates, verified, accepted)
 
     def rates(self, size: int) -> list[float | None]:
         """Tokens per second of a request with drafts of each length; None for one not yet timed."""

@@ -3,13 +3,13 @@
 A token is drafted if its probability to survive (that it and all before it are accepted), times
 what a token is worth at the goodput reached, pays for what it adds to the step. In the long run the
 goodput is largest if every token is drafted that pays, and none other (a renewal reward process).
-The one rule gives the source, the draft length of every request, whether a pass of a model pays,
-which levels take part, and whether to draft at all.
+The one rule gives the draft length of every request, which levels take part, and whether to draft
+at all.
 
 What keeps it lossless: whether a token is drawn is settled before it is. The rule reads texts,
-offers, which are functions of texts, what became of past drafts, times, and the confidence of
-tokens that stay in the draft; never a token that is then dropped, nor a uniform that is still to be
-used. So each token is drawn from the distribution that it is verified with.
+offers of lookups, which are functions of texts, what became of past drafts, and times; never a
+token that is drawn in this step, nor a uniform that is still to be used. So each token is drawn
+from the distribution that it is verified with.
 """
 
 from __future__ import annotations
@@ -20,33 +20,26 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.budget.acceptance import MEMORY, PLACES, PRIOR_ACCEPTANCE, AcceptanceEstimates
+from vllm_hsd.budget.acceptance import PLACES, PRIOR_ACCEPTANCE, AcceptanceEstimates
+from vllm_hsd.budget.goodput import FORBIDDEN, Goodput
 from vllm_hsd.budget.step_times import StepTimes
-from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, Searches, Trials
-from vllm_hsd.cascade.level import LookupResult, Sources, StepLevels
-from vllm_hsd.cascade.rounds import Round
-
-# Margin against the winner's curse: the best of several noisy estimates is biased upwards.
-_MARGIN = 1.1
-# A price that nothing pays.
-FORBIDDEN = 1e9
+from vllm_hsd.budget.trials import Searches, Trials
+from vllm_hsd.cascade.level import LookupResult, StepLevels
 
 
 @dataclass
-class Prices:
-    """What drafting costs in one step, in accepted tokens, and what is selected at these prices.
+class Plan:
+    """What is drafted in one step, and at what prices.
 
     The ranks of a tensor-parallel target have clocks that differ, and must agree on one's.
 
     Attributes:
-        verify: by verifier (the levels, then the target) [M + 1] float64, that it reads m more
-            tokens of all requests together; never falling. The entry of level 0 is not read.
-        forward: by verifier, a pass of the lowest level's model for all requests.
+        verify: [M + 1] float64, that the target reads m more tokens of all requests together, in
+            accepted tokens; what is more than M costs as much.
         selection: levels and draft lengths; None for all that are configured.
     """
 
-    verify: list[np.ndarray]
-    forward: list[float]
+    verify: np.ndarray
     selection: StepLevels | None = None
 
 
@@ -54,147 +47,70 @@ class DraftBudget:
     """Decides what is drafted, for one cascade; learns from its rounds and passes.
 
     Args:
-        sources: of the lowest level; None where it drafts by given lengths.
-        draft_lengths: most tokens per level, cheapest first.
+        lengths: most tokens per level for the target, cheapest first.
+        passed_on: most tokens per level for the level above.
         num_slots: requests at the same time.
         whole: level 0 is a lookup, whose drafts take their time whatever their length.
-        rows: most drafts of a request that the target verifies together, without `sources`.
-        passed_on: most tokens per level for the level above; `draft_lengths` are for the target.
+        rows: most drafts of a request that the target verifies together.
 
     Attributes:
-        times: seconds by tokens of a pass of every level, and last of the target's step, which is
-            reported by what runs it. Those of level 0 are of a whole draft by requests if it has
-            lookups.
-        pass_times: seconds of a pass of the lowest level's model by tokens.
-        acceptance: rows for the sources, then for the pairs of a level and its verifier.
+        times: seconds of the levels' passes by tokens, and last of the target's steps, which are
+            reported by what runs them; of a lookup at level 0, seconds of its searches by requests.
+        acceptance: a drafter for each pair of a level and its verifier.
     """
 
     def __init__(
         self,
-        sources: Sources | None,
-        draft_lengths: Sequence[int],
+        lengths: Sequence[int],
+        passed_on: Sequence[int],
         num_slots: int,
         whole: bool = False,
         rows: int = 1,
-        passed_on: Sequence[int] = (),
     ) -> None:
-        self.passed_on = list(passed_on or draft_lengths)
-        self.sources, self.lengths = sources, list(draft_lengths)
+        self.lengths, self.passed_on, self.whole = list(lengths), list(passed_on), whole
         self.target = len(self.lengths)
         self.longest = max(self.lengths)
-        # Most tokens of a request that a verifier reads beside its last one.
-        self.widest = (sources.branches if sources is not None else rows) * (self.longest + 1)
-        self.times = [StepTimes() for _ in range(self.target + 1)]
-        self.whole = whole or (sources is not None and bool(sources.lookups))
-        self.pass_times = StepTimes() if self.whole else self.times[0]
-        # Sources right below the target decide token by token: there is nothing else to select.
-        self.selects = sources is None or self.target > 1
-        count = 0 if sources is None else len(sources.names)
-        pairs = [(low, high) for high in range(1, self.target + 1) for low in range(high)]
-        self.rows = {pair: count + i for i, pair in enumerate(pairs)}
-        self.acceptance = AcceptanceEstimates(count + len(pairs), num_slots)
-        self.trials = Trials(count + len(pairs))
+        # Of the levels that verify, and last of the target.
+        self.goodput = [Goodput(rows * (self.longest + 1)) for _ in range(self.target)]
+        self.times = [StepTimes(), *(each.times for each in self.goodput)]
+        pairs = [(k, v) for k in range(self.target) for v in range(k + 1, self.target + 1)]
+        self.rows = {pair: row for row, pair in enumerate(pairs)}
+        self.acceptance = AcceptanceEstimates(len(pairs), num_slots)
+        self.trials = Trials(len(pairs))
         # Of lookups right below the target, and what those of the step under way gain.
         self.searches, self.gained = Searches(), 0.0
-        # By verifier and batch size, exponentially forgotten: tokens emitted per request, and time
-        # in steps without drafts.
-        shape = self.target + 1, len(self.times[0].sizes)
-        self.emitted, self.spent = np.ones(shape), np.ones(shape)
-        self.free = Prices(
-            [np.zeros(num_slots * self.widest + 1)] * (self.target + 1),
-            [0.0] * (self.target + 1),
-        )
-        self.step = self.free
-        # By batch size, how often in a row its time without drafts was found to be old.
-        self.unmeasured: dict[int, int] = {}
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         # Tokens of their branches, that are verified beside the drafts.
-        self.beside = np.zeros(num_slots, dtype=np.int64)
+        self.branch_tokens = np.zeros(num_slots, dtype=np.int64)
 
     def forget(self, slot: int) -> None:
-        """See `Cascade.forget`."""
+        """The slot has a new request."""
         self.acceptance.forget(slot)
         self.waiting[slot] = False
 
-    def prices(
+    def plan(
         self,
         slots: np.ndarray,
         most: np.ndarray,
-        adaptive: bool,
-        running: int = 0,
+        running: int,
         offer: LookupResult | None = None,
         late: Sequence[float] = (),
-    ) -> Prices:
-        """Prices of the next step, from the times seen so far.
+    ) -> Plan:
+        """What is drafted in the next step, by the times seen so far.
 
         Args:
             slots, most: [n] int64 requests that may draft, and how many tokens.
-            adaptive: also select the levels, and the draft length of every request at them.
-            running: requests of the step, if more than n.
+            running: requests of the step, n at least.
             offer: what the lookup of level 0 has found for these requests.
             late: by level, a step's share of the seconds in which it reads what it has missed.
         """
-        size = len(slots)
-        if not size or self.times[self.target].empty:
+        size, target = len(slots), self.goodput[-1]
+        if not size or target.times.empty:
             # Nothing is known yet.
-            return Prices(self.free.verify, self.free.forward)
-        running = max(size, running)
-        found = [self._prices_of(verifier, size, size) for verifier in range(1, self.target)]
-        found.append(self._prices_of(self.target, size, running))
-        verify = [found[0][0], *(price for price, _ in found)]
-        forward = [found[0][1], *(price for _, price in found)]
-        if not adaptive:
-            return Prices(verify, forward)
-        if not self.selects:
-            searching = self.searches.due(self.times[0].nearest(size))
-            return Prices(verify, forward, None if searching else StepLevels())
-        rate = self._rate(self.target, running)
-        return Prices(verify, forward, self._select(slots, most, verify[-1], rate, offer, late))
-
-    def _prices_of(self, verifier: int, drafting: int, size: int) -> tuple[np.ndarray, float]:
-        """See `Prices`, for a verifier of `size` requests, of which some draft."""
-        times, more = self.times[verifier], np.arange(drafting * self.widest + 1)
-        if times.empty:
-            return 0.0 * more, 0.0
-        if verifier == self.target and self._wants_plain_step(times, size):
-            # Everything is measured against the time without drafts.
-            return FORBIDDEN * more, FORBIDDEN
-        rate = self._rate(verifier, size)
-        seconds = times.seconds(size + more)
-        # Unknown passes are free until one was timed.
-        known = not self.pass_times.empty
-        forward = rate * self.pass_times.seconds(drafting) if known else 0.0
-        return rate * (seconds - seconds[0]), forward
-
-    def _wants_plain_step(self, times: StepTimes, size: int) -> bool:
-        """Whether the time of `size` requests without drafts is old, and is measured now.
-
-        Not the first time it is found to be: a size may last for a step only, and that one may
-        hold a prompt, whose time says nothing. In vain, it is asked for ever more seldom.
-        """
-        at = times.nearest(size)
-        if times.age(size) <= self._longest_age(size):
-            self.unmeasured.pop(at, None)
-            return False
-        self.unmeasured[at] = count = self.unmeasured.get(at, 0) + 1
-        return count > 1 and count.bit_count() == 1
-
-    def _at(self, verifier: int, size: int) -> tuple[int, int]:
-        """Where `emitted` and `spent` have the goodput of so many requests."""
-        return verifier, self.times[verifier].nearest(size)
-
-    def _longest_age(self, size: int) -> int:
-        """Steps after which the time without drafts is old: soon where drafts hardly gain."""
-        at = self._at(self.target, size)
-        hardly = self.emitted[at] < _MARGIN * self.spent[at]
-        return FIRST_PAUSE if hardly else LONGEST_PAUSE
-
-    def _rate(self, verifier: int, size: int) -> float:
-        """Tokens per second at the goodput reached, which is at least that without drafts."""
-        at = self._at(verifier, size)
-        gain = max(self.emitted[at] / self.spent[at], 1.0)
-        return float(_MARGIN * gain * size / self.times[verifier].seconds(size))
+            return Plan(np.zeros(1))
+        verify = target.prices(size, running)
+        return Plan(verify, self._select(slots, most, verify, target.rate(running), offer, late))
 
     def _select(
         self,
@@ -288,7 +204,7 @@ class DraftBudget:
         """What the best drafts of one level gain above their price, and their lengths [n]."""
         row, width = self.rows[top, self.target], self.lengths[top]
         if offer is None:
-            survival = np.cumprod(self.acceptance.ahead(row, slots, 0, width), axis=1)
+            survival = np.cumprod(self.acceptance.ahead(row, slots, width), axis=1)
             fill = self.acceptance.fill(row)
         else:
             survival = self._survival(row, offer, width, self.acceptance.scale(row, slots))
@@ -296,7 +212,7 @@ class DraftBudget:
         survival = np.where(np.arange(width) < most[:, None], survival, 0.0)
         best = 0.0, np.zeros(len(slots), dtype=np.int64)
         for length in range(1, width + 1):
-            least, net = cut(survival[:, :length], verify, 0, fill)
+            least, net = cut(survival[:, :length], verify, fill)
             gain = net - float(drafting[length])
             if gain > best[0]:
                 best = gain, (survival[:, :length] >= least).sum(1)
@@ -331,90 +247,111 @@ class DraftBudget:
         levels, lengths = [top], [int(most.max())]
         while (feeder := feeders[levels[0]]) is not None:
             levels.insert(0, feeder[0])
-            # Sources decide token by token.
-            own = feeder[0] == 0 and self.sources is not None
-            lengths.insert(0, self.lengths[0] if own else feeder[1])
-        if top == 0 and self.sources is not None:
-            lengths[0] = self.lengths[0]
+            lengths.insert(0, feeder[1])
         return StepLevels(tuple(levels), tuple(lengths), most)
 
-    def observe(self, finished: Round) -> None:
-        """Take in a round."""
-        slots, drafts, accepted = finished.slots, finished.drafts, finished.accepted
-        counts, requested = drafts.counts[slots], finished.requested
-        row = self.rows[finished.level, finished.verifier]
-        if requested is not None:
-            wanted = requested > 0
-            size, filled = int(wanted.sum()), int((wanted & (counts > 0)).sum())
-            if self.selects:
-                self.acceptance.count(row, filled, size)
-            if finished.level == 0 and self.sources is not None and self.whole and size:
-                self.searched(size, finished.drafting_seconds)
-        if accepted is not None and self.selects:
-            width = int(counts.max(initial=0))
-            given = drafts.estimate[slots, :width][None]
-            estimates = np.where(np.isnan(given), PRIOR_ACCEPTANCE, given)
-            expected = self.acceptance.corrected(row, estimates, np.arange(width))
-            pair = slice(row, row + 1)
-            verdicts = counts[None], accepted[None]
-            self.acceptance.observe(pair, slots, estimates, expected, *verdicts)
-        if finished.verifier < self.target:
-            assert accepted is not None
-            self.times[finished.verifier].observe(finished.computed, finished.verifying_seconds)
-            emitted, seconds = int((accepted + 1).sum()), finished.drafting_seconds
-            self._learn_goodput(finished.verifier, len(slots), counts, emitted, seconds)
-        elif requested is not None:
-            self.waiting[slots], self.drafting_seconds = True, finished.drafting_seconds
-            if not counts.any():
-                # Without drafts there is nothing to verify: the round ends here.
-                self._target_verified(slots, counts, np.zeros_like(counts))
-        elif accepted is not None:
-            self._target_verified(slots, counts, accepted)
+    def level_verified(
+        self,
+        level: int,
+        verifier: int,
+        slots: np.ndarray,
+        *,
+        requested: np.ndarray,
+        drafted: np.ndarray,
+        estimates: np.ndarray,
+        accepted: np.ndarray,
+        computed: int,
+        drafting_seconds: float,
+        verifying_seconds: float,
+    ) -> None:
+        """Learn from a draft of one level that another one has verified.
+
+        Args:
+            level, verifier: their numbers.
+            slots: [n] int64, the requests.
+            requested, drafted, accepted: [n] int64 tokens.
+            estimates: [n, width] float64, acceptance of each token by the drafter's own account,
+                NaN for none.
+            computed: tokens of the verifier's pass.
+            drafting_seconds: with everything below the level.
+            verifying_seconds: of the verifier.
+        """
+        self._count(level, verifier, requested, drafted)
+        self._learn_acceptance(level, verifier, slots, drafted, estimates, accepted)
+        self.times[verifier].observe(computed, verifying_seconds)
+        emitted = int((accepted + 1).sum())
+        self.goodput[verifier - 1].learn(len(slots), int(drafted.sum()), emitted, drafting_seconds)
+
+    def drafted_for_target(
+        self,
+        level: int,
+        slots: np.ndarray,
+        requested: np.ndarray,
+        drafted: np.ndarray,
+        seconds: float,
+    ) -> None:
+        """Take note of what the target will verify; arguments as for `level_verified`."""
+        self._count(level, self.target, requested, drafted)
+        self.waiting[slots], self.drafting_seconds = True, seconds
+        if not drafted.any():
+            # Without drafts there is nothing to verify: the round ends here.
+            self._learn_goodput(slots, drafted, np.zeros_like(drafted))
+
+    def target_verified(
+        self,
+        level: int,
+        slots: np.ndarray,
+        drafted: np.ndarray,
+        estimates: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """Learn from drafts that the target has verified; arguments as for `level_verified`."""
+        self._learn_acceptance(level, self.target, slots, drafted, estimates, accepted)
+        self._learn_goodput(slots, drafted, accepted)
 
     def searched(self, size: int, seconds: float) -> None:
-        """Take in a search of lookups, and of those right below the target what it gained."""
+        """Learn from a search of lookups for `size` requests, and what it gained."""
         self.times[0].observe(size, seconds)
-        drafter = None if self.sources is None else self.sources.drafter
-        if drafter is None and self.target == 1 and not self.times[1].empty:
-            cost = self._rate(1, size) * self.times[0].seconds(size)
+        if self.target == 1 and not self.times[1].empty:
+            cost = self.goodput[0].rate(size) * self.times[0].seconds(size)
             self.searches.observe(self.times[0].nearest(size), self.gained, cost)
 
-    def followed(self, more: np.ndarray) -> None:
-        """Take in [n] int64 tokens that n requests got from the target along branches."""
-        at = self._at(self.target, len(more))
-        self.emitted[at] += more.sum() / max(len(more), 1)
+    def _count(self, level: int, verifier: int, requested: np.ndarray, drafted: np.ndarray) -> None:
+        wanted = requested > 0
+        filled = int((wanted & (drafted > 0)).sum())
+        self.acceptance.count(self.rows[level, verifier], filled, int(wanted.sum()))
 
-    def _target_verified(self, slots: np.ndarray, counts: np.ndarray, accepted: np.ndarray) -> None:
+    def _learn_acceptance(
+        self,
+        level: int,
+        verifier: int,
+        slots: np.ndarray,
+        drafted: np.ndarray,
+        estimates: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        row, width = self.rows[level, verifier], int(drafted.max(initial=0))
+        given = estimates[:, :width]
+        given = np.where(np.isnan(given), PRIOR_ACCEPTANCE, given)
+        expected = self.acceptance.corrected(row, given, np.arange(width))
+        self.acceptance.observe(row, slots, given, expected, drafted, accepted)
+
+    def _learn_goodput(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         own = self.waiting[slots]
         self.waiting[slots] = False
-        emitted, size = int((accepted[own] + 1).sum()), int(own.sum())
-        passed = counts[own] + self.beside[slots[own]]
-        self._learn_goodput(self.target, size, passed, emitted, self.drafting_seconds)
-
-    def _learn_goodput(
-        self, verifier: int, size: int, counts: np.ndarray, emitted: int, seconds: float
-    ) -> None:
-        """Take in the tokens that one round emitted for `size` requests, and its time."""
-        times = self.times[verifier]
-        if not size or times.empty:
-            return
-        plain, verified = times.seconds(size), times.seconds(size + int(counts.sum()))
-        at = self._at(verifier, size)
-        self.emitted[at] = MEMORY * self.emitted[at] + emitted / size
-        self.spent[at] = MEMORY * self.spent[at] + (verified + seconds) / plain
+        emitted, verified = int((accepted[own] + 1).sum()), drafted + self.branch_tokens[slots]
+        passed, size = int(verified[own].sum()), int(own.sum())
+        self.goodput[-1].learn(size, passed, emitted, self.drafting_seconds)
 
 
-def cut(
-    survival: np.ndarray, verify: np.ndarray, placed: int, fill: float = 1.0
-) -> tuple[float, float]:
+def cut(survival: np.ndarray, verify: np.ndarray, fill: float = 1.0) -> tuple[float, float]:
     """The least survival that pays for a token, and what all such tokens gain above their price.
 
     Survival never rises along a draft, so what is kept of it is a draft; the same holds for trees.
 
     Args:
         survival: of all tokens of all requests, any shape; 0 for none.
-        verify: see `Prices`.
-        placed: tokens that are drafted already.
+        verify: see `Plan`.
         fill: share of the drafts that will hold any token.
 
     Returns:
@@ -423,9 +360,7 @@ def cut(
     gains = -np.sort(-survival[survival > 0])
     if not len(gains):
         return np.inf, 0.0
-    more = (fill * np.arange(1, len(gains) + 1)).astype(np.int64) + placed
-    last = len(verify) - 1
-    price = verify[np.minimum(more, last)] - verify[min(placed, last)]
-    net = fill * np.cumsum(gains) - price
+    more = (fill * np.arange(1, len(gains) + 1)).astype(np.int64)
+    net = fill * np.cumsum(gains) - verify[np.minimum(more, len(verify) - 1)]
     best = int(net.argmax())
     return (float(gains[best]), float(net[best])) if net[best] > 0 else (np.inf, 0.0)

@@ -2,8 +2,8 @@
 
 All of them search, each offer is compared with the text that is verified later, and the one that is
 expected to give most drafts. Nothing is read on the host, so all of it is part of a CUDA graph. A
-step's length is the scheduler's, so that no token has a price of its own: what is drafted is what
-`tools.reference.source_choice` drafts for nothing, up to the end of one lookup's offer.
+step's length is the scheduler's, so that no token has a price of its own. The planner's
+`tools.planner.lookup_choice` is the same in NumPy.
 
 A model or a head may be the last source. It drafts for every request, and where a lookup is chosen
 that one's tokens take the place of its own, as point masses. The choice is lossless because it goes
@@ -73,7 +73,7 @@ class SourcesLookup:
         shared: float64 [2, S, PLACES, BINS]; own: float64 [2, S, slots + 1]; see
             `budget.acceptance.AcceptanceEstimates`. The last slot is of rows that draft nothing.
         counts, token_ids, estimates, expected: [S, slots + 1, ...], the last offers of each slot,
-            see `tools.reference.source_choice.Offers`.
+            as of `tools.planner.lookup_choice.LookupChoice`.
         starts: int64 [slots + 1], positions at which they begin.
     """
 

@@ -47,7 +47,6 @@ class BigramLevel(LookupLevel):
         self.successors, self.probs = successors(store)
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
-        """See `cascade.level.LookupLevel`."""
         rows, width = texts.rows, int(requested.max(initial=0))
         token_ids = np.zeros((len(rows), width), dtype=np.int64)
         confidence = np.zeros((len(rows), width))

@@ -9,10 +9,6 @@ from typing import Self
 
 import numpy as np
 
-from vllm_hsd.cascade.branch_store import BranchStore
-from vllm_hsd.cascade.drafts import DraftStore
-from vllm_hsd.cascade.rounds import Round
-
 
 class Count(IntEnum):
     """Columns of `LevelCounts.rows`; the first three are also those of the device.
@@ -64,56 +60,3 @@ class LevelCounts:
         """The counts since the last call; they start again at zero."""
         taken, self.rows = LevelCounts(self.rows, self.sources), np.zeros_like(self.rows)
         return taken
-
-
-class Counters(LevelCounts):
-    """Counts what a cascade's rounds tell."""
-
-    def observe(self, finished: Round) -> None:
-        """Count a round's tokens for the levels that made them, and what was requested."""
-        drafts, slots = finished.drafts, finished.slots
-        if finished.requested is not None:
-            wanted = finished.requested > 0
-            self.rows[finished.level, Count.requested] += wanted.sum()
-            self.rows[finished.level, Count.empty] += (wanted & (drafts.counts[slots] == 0)).sum()
-            # Those that a level passes on unverified count where they are verified.
-            if finished.accepted is not None or finished.verifier == self.num_levels:
-                self._count(Count.drafted, drafts, slots, drafts.counts[slots])
-        if finished.accepted is not None:
-            self._count(Count.accepted, drafts, slots, finished.accepted)
-        if finished.level == 0:
-            self.rows[0, Count.ns] += int(1e9 * finished.drafting_seconds)
-        if finished.verifier < self.num_levels:
-            self.rows[finished.verifier, Count.ns] += int(1e9 * finished.verifying_seconds)
-
-    def _count(
-        self, column: Count, drafts: DraftStore, slots: np.ndarray, counts: np.ndarray
-    ) -> None:
-        """Count the first counts[i] tokens of slots[i] for the levels and sources they are of."""
-        if not counts.any():
-            return
-        within = np.arange(drafts.length) < counts[:, None]
-        level, source = drafts.level[slots], drafts.source[slots]
-        for row in range(len(self.rows)):
-            k = row - self.num_levels
-            made = within & (level == row if k < 0 else (level == 0) & (source == k))
-            self.rows[row, column] += made.sum()
-            if column == Count.drafted:
-                self.rows[row, Count.rounds] += made.any(1).sum()
-
-    def count_branches(
-        self, branches: BranchStore, slots: np.ndarray, winner: np.ndarray, more: np.ndarray
-    ) -> None:
-        """Count branches of the target's step for level 0, and for the sources that they are of.
-
-        Args: see `Cascade.record_branches`.
-        """
-        counts, of = branches.counts[slots], branches.source[slots]
-        verified = counts - branches.shared[slots]
-        won = winner[:, None] == 1 + np.arange(counts.shape[1])
-        for row in (0, *range(self.num_levels, len(self.rows))):
-            own = np.full(of.shape, True) if row == 0 else of == row - self.num_levels
-            self.rows[row, Count.branches] += (own & (counts > 0)).sum()
-            self.rows[row, Count.branch_tokens] += verified[own].sum()
-            self.rows[row, Count.branches_followed] += (own & won).sum()
-            self.rows[row, Count.followed_tokens] += ((own & won).any(1) * more).sum()

@@ -1,4 +1,4 @@
-"""Entropy-based stopping on the device: `cascade.stopping` as data of a fixed schedule.
+"""Entropy-based stopping on the device: `tools.reference.stopping` as data of a fixed schedule.
 
 A draft that has ended keeps nothing more until the level above asks for the next one. Its passes
 run all the same. Nothing is read on the host.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_hsd.cascade.drafts import ragged_arange
+from vllm_hsd.cascade.ragged import ragged_arange
 
 
 class FilledBlocks:

@@ -1,52 +1,17 @@
-"""What a cascade is made of: its levels, their options and counts, the batch they draft for."""
+"""Options of a cascade's levels, which of them draft in a step, and what lookups find."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import torch
-
-from vllm_hsd.cascade.stopping import EntropyThresholds
 
 UNLIMITED = sys.maxsize
 # Acceptance of the first looked-up token and of each later one, before anything is seen of a text.
 _NGRAM_FIRST, _NGRAM_LATER = 0.25, 0.8
-
-
-class Level(Protocol):
-    """A drafter that turns tokens into next-token logits.
-
-    Attributes:
-        keeps_cache: it has a KV cache of its own, to be filled for every committed token.
-        context_length: longest text in tokens that it can read; it sits out for longer ones.
-    """
-
-    keeps_cache: bool
-    context_length: int
-
-    def forward(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        num_logits: np.ndarray,
-    ) -> torch.Tensor | None:
-        """Feed `tokens[rows[i], starts[i] : starts[i] + counts[i]]` of every request i.
-
-        Args:
-            tokens: [table rows, max length] int32, the host's table of token ids.
-            rows: [batch] int64, row of each request in `tokens`.
-            starts, counts: [batch] int64, positions to compute; the cache is valid before them.
-            num_logits: [batch] int64, how many of the last computed positions yield logits.
-
-        Returns:
-            [sum(num_logits), V] logits, request after request; None when all counts are zero.
-        """
 
 
 class Texts(NamedTuple):
@@ -132,25 +97,6 @@ def ngram_confidence(width: int) -> np.ndarray:
     return found
 
 
-@dataclass
-class Sources:
-    """Several sources in the place of the lowest level; see `budget.draft_budget`.
-
-    Attributes:
-        names: one per source, for the counts; the lookups' first.
-        lookups: they cost no forward pass.
-        drafter: a level with probabilities, the last source; None without one.
-        min_acceptance: a lookup's draft ends before the token that is less likely to be accepted.
-        branches: drafts that the target verifies together, at most; 1 for a chain.
-    """
-
-    names: list[str]
-    lookups: list[LookupLevel]
-    drafter: Level | None = None
-    min_acceptance: float = 0.05
-    branches: int = 1
-
-
 @dataclass(frozen=True)
 class StepLevels:
     """Levels that draft in a step, cheapest first, and the draft length of each; none: no draft.
@@ -167,10 +113,6 @@ class StepLevels:
     def top(self) -> int:
         """The level whose drafts the target verifies; 0 where there are none."""
         return self.levels[-1] if self.levels else 0
-
-    def above(self, level: int, target: int) -> int:
-        """The selected level that verifies the drafts of `level`, or the target's number."""
-        return next((each for each in self.levels if each > level), target)
 
     def below(self, level: int) -> tuple[int, int]:
         """The level that drafts for `level` and its draft length; 0 tokens where none is left."""
@@ -197,49 +139,3 @@ class LevelOptions:
     max_rounds: int | None = None
     stopping: str = "fixed"
     temperature_scale: float = 1.0
-
-
-@dataclass
-class DraftBatch:
-    """The requests that a cascade drafts for in one step; every array is indexed by slot.
-
-    Attributes:
-        tokens: [table rows, max length] int32; drafts are written after the committed tokens.
-        rows: [slots] int64, row of each slot's request in `tokens`.
-        end: [slots] int64, tokens in the text, first the committed ones; grows while drafting.
-        cached: [levels, slots] int64, positions whose KV entries are valid; updated in place.
-        eos: [slots] int64, token that ends the request, -1 for none; drafts end with it.
-        greedy: every request takes the argmax: no probabilities are built.
-        probs: (logits [n, V], slots [n], level) -> [n, V] probabilities that the level samples
-            from and is verified by.
-        uniforms: (slots [b], counts [b], level) -> [sum(counts)] float64, each used once.
-        thresholds: entropy thresholds per level and slot; updated in place.
-        coupled: [slots] bool, requests whose tokens `choose` gives, where `greedy` is false: the
-            text that the target emits does not depend on them, and no probabilities are kept. None
-            for none.
-        choose: (logits [n, V], slots [n], positions [n] in the text, level) -> [n] int64, the
-            level's tokens there, drawn with the noise of the position.
-    """
-
-    tokens: np.ndarray
-    rows: np.ndarray
-    end: np.ndarray
-    cached: np.ndarray
-    eos: np.ndarray
-    greedy: bool
-    probs: Callable[[torch.Tensor, np.ndarray, int], torch.Tensor]
-    uniforms: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
-    thresholds: EntropyThresholds
-    coupled: np.ndarray | None = None
-    choose: Callable[[torch.Tensor, np.ndarray, np.ndarray, int], np.ndarray] | None = None
-
-    def texts(self, slots: np.ndarray) -> Texts:
-        """Of the requests in [n] slots."""
-        return Texts(self.tokens, self.rows[slots], slots, self.end[slots])
-
-    def is_drawn(self, slots: np.ndarray) -> np.ndarray:
-        """[n] bool, the requests whose tokens are drawn from probabilities that are kept."""
-        if self.greedy or self.coupled is None:
-            return np.full(len(slots), not self.greedy)
-        drawn: np.ndarray = ~self.coupled[slots]
-        return drawn

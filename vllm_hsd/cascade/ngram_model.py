@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.drafts import last_positions
 from vllm_hsd.cascade.level import UNLIMITED
+from vllm_hsd.cascade.ragged import last_positions
 from vllm_hsd.cascade.text_store import TextStore
 
 # An occurrence in the request's own text counts as so many in the store: accepted more often than
@@ -109,7 +109,6 @@ class NgramModelLevel:
         device: where the logits are wanted.
     """
 
-    keeps_cache = False
     context_length = UNLIMITED
 
     def __init__(self, store: TextStore, order: int, device: torch.device | str = "cpu") -> None:
@@ -126,7 +125,6 @@ class NgramModelLevel:
         counts: np.ndarray,
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
-        """See `cascade.level.Level.forward`."""
         owners, positions = last_positions(starts + counts, num_logits)
         if not len(owners):
             return None

@@ -74,7 +74,6 @@ class NgramRows:
         return cls(texts, runs_of(texts, order), single)
 
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
-        """See `cascade.program.ProgramLevel`."""
         rows, vocab_size = state.batch * num_logits, len(self.single)
         device = self.single.device
 

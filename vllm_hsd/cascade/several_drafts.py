@@ -94,7 +94,6 @@ class SeveralDraftsProgram(Program):
         self.kept = kept
 
     def run(self, state: ProposalState) -> None:
-        """See `Program.run`."""
         schedule, kept = self.schedule, self.kept
         first, *later = cast(tuple[Draft, ...], schedule.ops)
         length = schedule.draft_lengths[0]

@@ -53,11 +53,10 @@ class SuffixLevel(LookupLevel):
         self.committed: dict[int, int] = {}
 
     def read(self, texts: Texts) -> None:
-        """See `cascade.level.LookupLevel`."""
         self.committed.update(zip(texts.slots.tolist(), texts.ends.tolist(), strict=True))
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
-        """See `cascade.level.LookupLevel`: the one that is expected to give most."""
+        """The continuation that is expected to give most."""
         result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
         for i, found in self._found(texts, requested):
             token_ids, confidence = max(found, key=lambda each: each[1].sum())

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_hsd.cascade.proposal_state import COUNTS, ProposalState
 from vllm_hsd.config.sizes import ladder_of
 from vllm_hsd.errors import UserError
+from vllm_hsd.host.branch_caches import BranchCaches
 from vllm_hsd.host.graphs import limit_batches
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.host.registry import NONE_FILED
@@ -32,12 +33,7 @@ from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import ChainResult
-from vllm_hsd.kernels.copy_blocks import (
-    BranchRows,
-    CacheBlocks,
-    copy_from_winners,
-    copy_to_branches,
-)
+from vllm_hsd.kernels.copy_blocks import BranchRows
 
 logger = init_logger(f"vllm.{__name__}")
 _PREPARE = f"{RUNNER}.prepare_attn"
@@ -128,7 +124,7 @@ class HostedBranches:
         self.winner, self.emitted = zeros(requests), zeros(requests)
         self.offsets: dict[int, torch.Tensor] = {}
         self.tables: list[torch.Tensor] = []
-        self.caches: list[CacheBlocks] = []
+        self.caches = BranchCaches(runner)
         self.shown: tuple[Any, Any] | None = None
         self.step: Step | None = None
         self.listed: np.ndarray | None = None
@@ -167,7 +163,7 @@ class HostedBranches:
         rows = rows.repeat(self.runner.max_num_reqs, 1)
         self.offsets = {length: rows * (length + 1) for length in self.lengths.values()}
         self.tables = [torch.zeros_like(t.gpu) for t in self.runner.block_tables.block_tables]
-        self.caches = []
+        self.caches.forget()
 
     def limit_graphs(self) -> None:
         """Leave out the target's graphs of batches that have more rows than attention has room."""
@@ -288,8 +284,6 @@ class HostedBranches:
         copied: bool,
     ) -> None:
         """Write what attention reads of the rows, and the text before the roots if it is copied."""
-        if copied:
-            self._find_caches()
         vllm = self.runner.block_tables
         for group, (own, size) in enumerate(zip(self.tables, vllm.block_sizes, strict=True)):
             main = vllm.block_tables[group].gpu
@@ -316,7 +310,7 @@ class HostedBranches:
                 BLOCK=1024,
             )
             if copied:
-                copy_to_branches(self.caches[group], rows, own[: len(rows.base)], size)
+                self.caches.begin(group, rows, own[: len(rows.base)])
 
     def dummy(self, batch: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """What attention sees while a batch of whole lists is captured: (batch, block tables)."""
@@ -375,30 +369,9 @@ class HostedBranches:
         """Copy what the winning branches computed to where the text is."""
         if self.step is None:
             return
-        sizes = self.runner.block_tables.block_sizes
-        for cache, own, size in zip(self.caches, self.step.tables, sizes, strict=True):
-            followed = self.winner, self.emitted
-            copy_from_winners(cache, self.step.rows, own, size, *followed, self.step.length)
+        step, followed = self.step, (self.winner, self.emitted)
+        self.caches.finish(step.rows, step.tables, *followed, step.length)
         self.step = None
-
-    def _find_caches(self) -> None:
-        if self.caches:
-            return
-        runner, config = self.runner, self.runner.kv_cache_config
-        layers = runner.compilation_config.static_forward_context
-        sizes, number = runner.block_tables.block_sizes, config.num_blocks
-        for group, size in zip(config.kv_cache_groups, sizes, strict=True):
-            # Layers may share a cache.
-            each = [layers[name].kv_cache for name in group.layer_names]
-            each = list({kv.data_ptr(): kv for kv in each}.values())
-            known = size == runner.cache_config.block_size
-            if not known or any(number not in kv.shape for kv in each):
-                raise UserError(
-                    "levels[0].branches does not run with the KV-cache layout that vLLM chose: "
-                    "remove branches."
-                )
-            moved = (kv.movedim(kv.shape.index(number), 0) for kv in each)
-            self.caches.append(CacheBlocks.of(moved))
 
 
 def _refused(vllm_config: Any) -> list[str]:

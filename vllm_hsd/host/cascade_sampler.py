@@ -14,6 +14,7 @@ from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.config.sizes import searches_texts
 from vllm_hsd.errors import UserError
+from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.draft_lengths import GET_DRAFT_TOKENS
 from vllm_hsd.host.drawn_branches import DrawnBranches
@@ -23,7 +24,6 @@ from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_speculator import HostSpeculator
 from vllm_hsd.host.request_parameters import RequestParameters
 from vllm_hsd.host.sampler import BlockRejectionSampler
-from vllm_hsd.host.speculator import CascadeSpeculator
 from vllm_hsd.host.stock_drafters import kept_drafts
 
 logger = init_logger(f"vllm.{__name__}")
@@ -56,11 +56,11 @@ def serve(runner: Any) -> None:
     speculator, kept = runner.speculator, None
     couples_all = runner.speculative_config.hsd_couples_all
     parameters = RequestParameters(sampler.sampling_states, couples_all)
-    if isinstance(speculator, CascadeSpeculator | HeadSources):
+    if isinstance(speculator, BaseSpeculator | HeadSources):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
         if shared := _shared_outputs(speculator.lookup):
             replace_on(runner, f"{RUNNER}.finish_requests", by=(runner.req_states, shared))
-    if isinstance(speculator, CascadeSpeculator):
+    if isinstance(speculator, BaseSpeculator):
         if searches_texts(speculator.hsd.levels):
             size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
             logger.info("The cascade keeps the texts on the device: %.2f GiB.", size)
@@ -133,7 +133,7 @@ class CascadeRejectionSampler(BlockRejectionSampler):
         spec_config,
         device,
         parameters: RequestParameters,
-        speculator: CascadeSpeculator,
+        speculator: BaseSpeculator,
     ) -> None:
         super().__init__(sampler, spec_config, device, parameters, None)
         self.speculator = speculator

@@ -42,7 +42,6 @@ class DrawnBranches(HostedBranches):
         draws: torch.Tensor,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `HostedBranches.follow`."""
         rest = logits, cu_num_logits, idx_mapping, draws
         if self.step is None:
             return super().follow(chain, *rest, **options)

@@ -46,15 +46,14 @@ class HostBranches(HostedBranches):
         super().set_attn(kv_cache_config)
 
     def length_of(self, batch: Any) -> int | None:
-        """See `HostedBranches.length_of`: whole lists are those of the last proposal."""
+        """Whole lists are those of the last proposal."""
         tokens, whole = batch.num_scheduled_tokens, self.most * (self.length + 1)
         return self.length if (tokens == whole).all() else None
 
     def flat_drafts(self, slots: np.ndarray, window: int, drafts: torch.Tensor) -> None:
-        """See `HostedBranches.flat_drafts`; rows as long as any of the batch is."""
-        branches = self.lookup.branch_counts[: len(slots)]
+        """In rows as long as any of the batch is."""
+        branches = self._with_blocks(len(slots))
         branches[torch.from_numpy(self.chained[slots])] = 0
-        branches[:, self.room - 1 :] = 0
         chains = self.state.draft_length.numpy().astype(np.int64)
         self.longest_used = max(1, int(chains.max()), int(branches.max()))
         super().flat_drafts(slots, window, drafts)
@@ -74,7 +73,6 @@ class HostBranches(HostedBranches):
         draws: torch.Tensor,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `HostedBranches.follow`."""
         self.accepted[idx_mapping.numpy()] = chain.num_accepted.numpy()
         token_ids, emitted = super().follow(
             chain, logits, cu_num_logits, idx_mapping, draws, **options
@@ -99,20 +97,25 @@ class HostBranches(HostedBranches):
         Args:
             drafts: bool [B], requests that draft.
             chains: float64 [n, N], survival of the tokens of their chains, 0 for none.
-            verify: see `budget.draft_budget.Prices`.
+            verify: see `budget.draft_budget.Plan`.
 
         Returns:
             int64 [n], tokens of each request's branches that are kept.
         """
-        counts = self.lookup.branch_counts[: state.batch].numpy()
-        counts[:, self.room - 1 :] = 0
+        counts = self._with_blocks(state.batch).numpy()
         survival = self._survival(state)[drafts]
         every = np.concatenate((chains[:, None], survival), axis=1)
-        least, _ = cut(every, verify, 0)
+        least, _ = cut(every, verify)
         kept: np.ndarray = (survival >= least).sum(2)
         counts[drafts] = kept
         total: np.ndarray = kept.sum(1)
         return total
+
+    def _with_blocks(self, batch: int) -> torch.Tensor:
+        """int32 [B, rows - 1] tokens of the branches, 0 in rows that have no blocks."""
+        counts = self.lookup.branch_counts[:batch]
+        counts[:, self.room - 1 :] = 0
+        return counts
 
     def _survival(self, state: ProposalState) -> np.ndarray:
         """[B, rows - 1, N] of the branches' tokens, 0 for none."""

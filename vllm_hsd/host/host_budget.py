@@ -14,7 +14,6 @@ from vllm_hsd.budget import clock
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.proposal_state import ProposalState
-from vllm_hsd.cascade.rounds import Round
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_program import HostProgram
 
@@ -31,7 +30,7 @@ class HostBudget:
         branches: of the requests; None where the target verifies chains.
 
     Attributes:
-        top: int64 [slots], the level whose draft the target verifies.
+        top, lengths: int64 [slots], the level whose draft the target verifies, and its tokens.
     """
 
     def __init__(
@@ -43,10 +42,11 @@ class HostBudget:
         rows: int,
         branches: HostBranches | None,
     ) -> None:
-        self.budget = DraftBudget(None, lengths, max_num_reqs, has_lookup, rows, passed_on)
+        self.budget = DraftBudget(lengths, passed_on, max_num_reqs, has_lookup, rows)
         # Most tokens of a request in a step without prompts.
         self.longest = rows * (lengths[-1] + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
+        self.lengths = np.zeros(max_num_reqs, dtype=np.int64)
         self.verified = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = self.searching = 0.0
@@ -62,16 +62,14 @@ class HostBudget:
         if self.branches is not None:
             emitted, rejected = accepted, np.full_like(accepted, self.longest)
             accepted = np.minimum(self.branches.accepted[slots], emitted)
-            self.budget.followed(emitted - accepted)
+            self.budget.goodput[-1].add(count, int((emitted - accepted).sum()))
         # Drafts that were cut, or not verified, say nothing of their other tokens.
         told = self.verified[slots] & (sampled > 0)
         for top in np.unique(self.top[slots[told]]).tolist():
             own = told & (self.top[slots] == top)
-            drafts = program.drafted[top]
-            drafts.counts[slots[own]] = np.minimum(
-                drafts.counts[slots[own]], (accepted + rejected)[own]
-            )
-            self._tell(top, slots[own], drafts, accepted=accepted[own])
+            drafted = np.minimum(self.lengths[slots], accepted + rejected)[own]
+            estimates = program.estimate[top][slots[own]]
+            self.budget.target_verified(top, slots[own], drafted, estimates, accepted[own])
         self.verified[slots] = False
         scheduled = input_batch.num_scheduled_tokens[:count]
         decodes = not input_batch.has_prefill and (sampled > 0).all()
@@ -79,8 +77,8 @@ class HostBudget:
             self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
         self.began = now
 
-    def has_read(self, level: int, tokens: int, seconds: float) -> None:
-        """A level has read what it had missed."""
+    def timed(self, level: int, tokens: int, seconds: float) -> None:
+        """A level has drafted a token, or read what it had missed, in one pass."""
         if level or not self.budget.whole:
             self.budget.times[level].observe(tokens, seconds)
 
@@ -104,8 +102,8 @@ class HostBudget:
             offer = program.offer(state, drafts)
             self.searching = clock.seconds() - began
         late = self._late(program, state, left[drafts])
-        prices = _agreed(partial(self.budget.prices, slots, most, True, running, offer, late))
-        selected = prices.selection
+        plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late))
+        selected = plan.selection
         if offer is not None:
             self.budget.searched(len(slots), self.searching)
         if selected is None:
@@ -116,8 +114,8 @@ class HostBudget:
             selected = replace(program.everything, most=selected.most)
         if self.branches is not None and offer is not None:
             chains = self.budget.survival(slots, offer)
-            kept = self.branches.keep_what_pays(state, drafts, chains, prices.verify[-1])
-            self.budget.beside[slots] = kept
+            kept = self.branches.keep_what_pays(state, drafts, chains, plan.verify)
+            self.budget.branch_tokens[slots] = kept
         return selected
 
     def _late(self, program: HostProgram, state: ProposalState, left: np.ndarray) -> list[float]:
@@ -140,15 +138,15 @@ class HostBudget:
     def proposal_ended(self, program: HostProgram, state: ProposalState) -> None:
         """Take in what was drafted for the target."""
         slots, top = program.slots[program.drafts], program.selection.top
-        drafts = program.drafted[top]
-        drafts.counts[slots] = state.draft_length.numpy()[program.drafts]
-        self.top[slots] = top
-        self.verified[slots] = drafts.counts[slots] > 0
+        drafted = state.draft_length.numpy()[program.drafts].astype(np.int64)
+        self.top[slots], self.lengths[slots] = top, drafted
+        self.verified[slots] = drafted > 0
         self.drafted = clock.seconds()
         requested = state.requested[-1].numpy()[program.drafts].astype(np.int64)
         searched = program.has_lookup and not top
         seconds = self.searching if searched else self.drafted - self.began
-        self._tell(top, slots, drafts, requested=requested, drafting_seconds=seconds)
+        if len(slots):
+            self.budget.drafted_for_target(top, slots, requested, drafted, seconds)
 
     def forget(self, slot: int) -> None:
         """The slot has a new request."""
@@ -158,11 +156,6 @@ class HostBudget:
     def nothing_drafted(self) -> None:
         """The step has no proposal."""
         self.drafted = clock.seconds()
-
-    def _tell(self, level: int, slots: np.ndarray, drafts: Any, **facts: Any) -> None:
-        if len(slots):
-            verifier = self.budget.target
-            self.budget.observe(Round(level, verifier, slots, drafts, **facts))
 
 
 def _agreed(found: Callable[[], Any]) -> Any:

@@ -9,10 +9,10 @@ same for one request, in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from vllm_hsd.budget import clock
 from vllm_hsd.budget.trials import Trials
@@ -21,22 +21,8 @@ from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LookupResult, StepLevels
 from vllm_hsd.cascade.program import Program, ProgramLookup
 from vllm_hsd.cascade.proposal_state import ProposalState
-from vllm_hsd.cascade.rounds import Round
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
 from vllm_hsd.host.level_caches import LevelCaches
-
-
-@dataclass
-class Drafted:
-    """Drafts as listeners of rounds read them: see `cascade.drafts.DraftStore`.
-
-    Attributes:
-        counts: [slots] int64.
-        estimate: [slots, n] float64 acceptance by the drafter's own account, NaN for none.
-    """
-
-    counts: np.ndarray
-    estimate: np.ndarray
 
 
 class HostProgram(Program):
@@ -47,12 +33,13 @@ class HostProgram(Program):
         counts: of the levels, and of the lowest one's sources.
         chosen: int32 [slots + 1], the source that drafts for each slot; None for one source.
         caches: what levels have computed.
-        listener: called with every `Round` of a level that verifies.
-        has_read: called with a level, the tokens that it has read late, and seconds.
+        listener: told of every draft that a level verifies: `DraftBudget.level_verified`.
+        timed: called with a level, the tokens of a pass that verified nothing, and its seconds.
         estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
 
     Attributes:
-        drafted: last drafts by level.
+        estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
+            drafter's own account, NaN for none.
         has_lookup: level 0 drafts without forward passes.
     """
 
@@ -63,24 +50,21 @@ class HostProgram(Program):
         counts: LevelCounts,
         chosen: np.ndarray | None = None,
         caches: LevelCaches,
-        listener: Callable[[Round], None] | None = None,
+        listener: Callable[..., None] | None = None,
         estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
-        has_read: Callable[[int, int, float], None] | None = None,
+        timed: Callable[[int, int, float], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.max_rounds, self.caches = max_rounds, caches
         self.counts, self.chosen = counts, chosen
-        self.listener, self.estimates, self.has_read = listener, estimates, has_read
+        self.listener, self.estimates, self.timed = listener, estimates, timed
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
         self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
         self.selection = self.everything
         self.draws = [0] * levels
-        lengths = self.schedule.kept_lengths
-        self.drafted = [
-            Drafted(np.zeros(slots, np.int64), np.full((slots, n), np.nan)) for n in lengths
-        ]
+        self.estimate = [np.full((slots, n), np.nan) for n in self.schedule.kept_lengths]
         self.offered = False
         # Slots whose drafts the target verifies, of sources right below it.
         self.awaited = np.zeros(slots, dtype=bool)
@@ -105,7 +89,7 @@ class HostProgram(Program):
         self.offered = True
         self._look_up(state)
         counts = state.drafted[0].numpy()[drafts].astype(np.int64)
-        estimate = self.drafted[0].estimate[self.slots[drafts]]
+        estimate = self.estimate[0][self.slots[drafts]]
         return LookupResult(np.zeros(estimate.shape, np.int64), counts, np.cumprod(estimate, 1))
 
     def _look_up(self, state: ProposalState) -> None:
@@ -115,7 +99,7 @@ class HostProgram(Program):
         self._took(0, began)
         if self.estimates is not None:
             wanted = state.requested[0].numpy() > 0
-            self.drafted[0].estimate[self.slots[wanted]] = self.estimates(state, found)[wanted]
+            self.estimate[0][self.slots[wanted]] = self.estimates(state, found)[wanted]
 
     def run(self, state: ProposalState, selection: StepLevels | None = None) -> None:
         """Draft for all requests of `state`.
@@ -141,7 +125,10 @@ class HostProgram(Program):
         self.awaited[slots] = (drafted > 0) & (top == 0)
 
     def verified(self, slots: np.ndarray, accepted: np.ndarray) -> None:
-        """The target's step has ended: int64 [n], tokens that it accepted of each slot's draft."""
+        """The target's step has ended: int64 [n], tokens that it accepted of each slot's draft.
+
+        Of programs with several sources alone.
+        """
         own = self.awaited[slots]
         self._count_sources(Count.accepted, slots[own], accepted[own])
         self.awaited[slots] = False
@@ -226,8 +213,8 @@ class HostProgram(Program):
             began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
             self.caches.read(level, self.slots[late], ends[late] - 1)
             self._took(level, began, passes=1)
-            if self.has_read is not None:
-                self.has_read(level, missed, clock.seconds() - began)
+            if self.timed is not None:
+                self.timed(level, missed, clock.seconds() - began)
 
     def missed(self, state: ProposalState, level: int) -> int:
         """Tokens that a level would have to read before it drafts for these requests."""
@@ -278,7 +265,10 @@ class HostProgram(Program):
         # Next to lookups, below another level, a first pass reads what that one has added.
         every = open_ if self.lazy else np.ones_like(open_)
         while (wants := every & (state.requested[0].numpy() > step)).any():
-            self._pass(state, 0, wants, first + step, step=step)
+            began = clock.seconds()
+            computed = self._pass(state, 0, wants, first + step, step=step)
+            if self.timed is not None and self.sources is None:
+                self.timed(0, computed, clock.seconds() - began)
             step, every = step + 1, open_
         if self.sources is not None:
             self.sources.choose(state)
@@ -325,22 +315,19 @@ class HostProgram(Program):
             accepted = state.drafted[level].numpy() - before - 1
             if feeder == 0:
                 self._count_sources(Count.accepted, slots, np.maximum(accepted[wants], 0))
-            if self.listener is None:
-                continue
-            self.drafted[feeder].counts[slots] = counts[wants]
-            self.listener(
-                Round(
-                    level=feeder,
-                    verifier=level,
-                    slots=slots,
-                    drafts=cast(Any, self.drafted[feeder]),
+            if self.listener is not None:
+                self.listener(
+                    feeder,
+                    level,
+                    slots,
                     requested=requested[wants],
+                    drafted=counts[wants].astype(np.int64),
+                    estimates=self.estimate[feeder][slots],
                     accepted=np.maximum(accepted[wants], 0),
                     computed=computed,
                     drafting_seconds=drafted - began,
                     verifying_seconds=clock.seconds() - drafted,
                 )
-            )
 
     def _pass(
         self,
@@ -392,3 +379,17 @@ class HostProgram(Program):
         opens = state.requested[level].numpy() > 0
         state.origin.numpy()[:] = np.where(opens, state.drafted[level].numpy(), -1)
         cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])
+        if level == 1 and self.sources is not None:
+            self._keep_point_masses(state, opens & (self.sources.drawn.numpy()[self.slots] == 0))
+
+    def _keep_point_masses(self, state: ProposalState, looked_up: np.ndarray) -> None:
+        """Let tokens of a lookup that level 1 has passed on have rows of their own: bool [B]."""
+        rows, lse = state.rows[1], state.lse[1]
+        assert rows is not None
+        for b in np.flatnonzero(looked_up).tolist():
+            first, count, end = (
+                int(each[b]) for each in (state.origin, state.drafted[0], state.end)
+            )
+            own, token_ids = slice(first, first + count), state.window[b, end - count : end]
+            rows[b, own].fill_(-torch.inf).scatter_(1, token_ids.long()[:, None], 0.0)
+            lse[b, own] = 0.0

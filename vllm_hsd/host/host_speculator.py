@@ -18,16 +18,16 @@ from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import Lookup
+from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_budget import HostBudget
 from vllm_hsd.host.host_estimates import estimates_of
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.level_caches import LevelCaches
-from vllm_hsd.host.speculator import CascadeSpeculator
 
 
-class HostSpeculator(CascadeSpeculator):
-    """A `CascadeSpeculator` without CUDA graphs and fixed schedules.
+class HostSpeculator(BaseSpeculator):
+    """A `BaseSpeculator` without CUDA graphs and fixed schedules.
 
     Attributes:
         caches: what the levels have computed.
@@ -37,9 +37,6 @@ class HostSpeculator(CascadeSpeculator):
     program: HostProgram
     caches: LevelCaches
     budget: HostBudget | None = None
-
-    def _shorter_states(self) -> dict[int, Any]:
-        return {}
 
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         self.buckets: dict[int, ProposalState] = {}
@@ -81,9 +78,9 @@ class HostSpeculator(CascadeSpeculator):
             chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
             max_rounds=[options.max_rounds for options in self.hsd.options()],
             caches=self.caches,
-            listener=None if self.budget is None else self.budget.budget.observe,
+            listener=None if self.budget is None else self.budget.budget.level_verified,
             estimates=None if self.budget is None else estimates,
-            has_read=None if self.budget is None else self.budget.has_read,
+            timed=None if self.budget is None else self.budget.timed,
         )
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
@@ -178,6 +175,9 @@ class HostSpeculator(CascadeSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         """A CPU has no CUDA graphs."""
 
+    def capture(self) -> None:
+        """A CPU has no CUDA graphs."""
+
     def warm_up(self) -> None:
         """Compile what vLLM's warm-up does not run: its requests are drafted for by all levels."""
         if self.budget is not None:
@@ -198,10 +198,11 @@ class HostSpeculator(CascadeSpeculator):
         self.caches.step_began(input_batch, entered)
         new = slots[entered[slots]]
         entered[new] = False
-        accepted = np.maximum(num_sampled.numpy() - 1, 0)
-        if self.branches is not None:
-            accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
-        self.program.verified(slots, accepted)
+        if self.program.chosen is not None:
+            accepted = np.maximum(num_sampled.numpy() - 1, 0)
+            if self.branches is not None:
+                accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
+            self.program.verified(slots, accepted)
         if self.budget is not None:
             sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
             self.budget.step_ended(input_batch, self.program, sampled, rejected)

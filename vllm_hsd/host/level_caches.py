@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.drafts import ragged_arange
 from vllm_hsd.cascade.filled_blocks import FilledBlocks
+from vllm_hsd.cascade.ragged import ragged_arange
 
 
 class LevelCaches:

@@ -164,7 +164,6 @@ class ProgramModel:
                 group.update_draft_decode_metadata(metadata)
 
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
-        """See `cascade.program.ProgramLevel`."""
         q, batch = op.query_length, state.batch
         count = batch * q
         metadata = self.captured.get((state.longest, batch, q))

@@ -118,7 +118,6 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         self.rejection_sample_method = "block"
 
     def adapt(self, scheduler_config) -> None:
-        """See `NeedsHooks`."""
         largest = scheduler_config.max_num_seqs
         limit = self.max_batch_size(scheduler_config)
         learns = learns_one_length(self.hsd)
@@ -143,7 +142,6 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
 
     @property
     def hsd_couples_all(self) -> bool:
-        """See `HierarchicalConfig`."""
         return self.hsd.verifier == "coupled"
 
     def use_ngram(self) -> bool:

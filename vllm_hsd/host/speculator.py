@@ -1,8 +1,7 @@
-"""A cascade in the place of vLLM's draft model on the V2 runner.
+"""The cascade on a GPU: proposals of fixed schedules, with nothing on the host.
 
 A proposal is `cascade.program.Program` on a `ProposalState`, replayed as a CUDA graph where the
-batch size has one. Prompts are ingested with the target's own attention metadata, which covers the
-levels' layers because they share its block tables.
+batch size has one.
 """
 
 from __future__ import annotations
@@ -15,131 +14,47 @@ from typing import Any, cast
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import SourcesLookup
-from vllm_hsd.cascade.adaptive_verification import DraftConfidence
-from vllm_hsd.cascade.cascade_steps import stage
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.program import Program, ProgramSources
-from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
+from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
-from vllm_hsd.config.level_checks import check_states
 from vllm_hsd.config.sizes import (
     ladder_of,
     longest_query,
-    max_batch_size,
     most_with_branches,
-    reads_target_states,
     schedule_of,
     shortest_of,
-    verifiers,
 )
-from vllm_hsd.errors import quoted
 from vllm_hsd.host import graph_checks
-from vllm_hsd.host.branches import HostedBranches
-from vllm_hsd.host.device_counts import DeviceCounts
-from vllm_hsd.host.draft_confidence import draft_confidence
-from vllm_hsd.host.draft_models import loading
+from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.graphs import Proposal, ProposalGraphs, batch_sizes, why_eager
-from vllm_hsd.host.request_parameters import RequestParameters
 
 logger = logging.getLogger(__name__)
 
 
-class CascadeSpeculator(StandaloneARSpeculator):
-    """Drafts with the levels of a `CascadeSpeculativeConfig`.
-
-    The subclass passes the runner's isinstance checks; nothing of vLLM's drafting is used.
+class CascadeSpeculator(BaseSpeculator):
+    """A `BaseSpeculator` with CUDA graphs and fixed schedules.
 
     Attributes:
-        req_states: vLLM's table of requests, set once the runner has loaded its models.
-        parameters: of the requests, set with it.
-        state, program: of the longest drafts.
-        thresholds: where a level's drafts end by entropy; None if none's do.
+        program: of the longest drafts.
         shorter: states of shorter drafts by length, in the same memory.
         programs: of all drafts.
         further: whether the model next to lookups runs passes after its first ones.
-        several: drafts of a model next to its chains; None where it draws one of each request.
-        lookup: what drafts at the lowest level from the requests' texts; None for a model alone.
-        counted: levels whose rows follow from counts in texts, by their place in the cascade.
         stale: bool [max_num_reqs] on the host, slots whose texts the levels have not read whole.
             Their requests draft nothing any more: what a level reads is never left out.
-        branches: of the requests, set with `req_states`; None where the target verifies chains.
         graphs: captured proposals; None where all run without a CUDA graph.
-        confidence: of the drafts, for vLLM's adaptive verification; None without it.
-        head: the lowest level if that reads the target's hidden states.
     """
 
-    head: Any = None
-    num_extra_query_per_req = 0
-
     def __init__(self, vllm_config, device: torch.device) -> None:
-        DraftModelSpeculator.__init__(self, vllm_config, device)
-        # vLLM's is the drafter's, whose logits may be padded to another size.
-        self.vocab_size = vllm_config.model_config.get_vocab_size()
-        self.hsd = vllm_config.speculative_config.hsd
-        self.schedule = schedule_of(self.hsd)
-        self.verifiers = verifiers(self.hsd)
-        scales = [options.temperature_scale for options in self.hsd.options()]
-        self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
-        self.req_states: Any = None
-        self.parameters: RequestParameters
-        self.hosted: list[Any] = []
+        super().__init__(vllm_config, device)
         self.stale = np.zeros(self.max_num_reqs, dtype=bool)
         self.graphs: ProposalGraphs | None = None
-        self.branches: HostedBranches | None = None
         self.checks = graph_checks.enabled()
-        dtype = cast(torch.dtype, self.dtype)
-        # Before vLLM's memory profile, and not with the weights, which sleep mode may discard.
-        self.state = ProposalState.allocate(
-            self.schedule,
-            batch=min(
-                self.max_num_reqs,
-                max_batch_size(
-                    self.hsd, longest_query(self.hsd, self.schedule), self.max_num_tokens
-                ),
-            ),
-            max_num_reqs=self.max_num_reqs,
-            vocab_size=self.vocab_size,
-            dtypes=row_dtypes(
-                [level.last_drafts_by for level in self.hsd.levels],
-                self.verifiers,
-                self.hsd.horizontal_tokens,
-                dtype,
-            ),
-            num_kv_groups=1,
-            device=device,
-        )
-        self.confidence = self._confidence()
-        # vLLM tells it what became of the drafts, and makes none of its own.
-        self.use_acceptance_estimator = False
-        self.acceptance_estimator = cast(Any, self.confidence)
-        self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
         self.several = self._several_drafts()
-        lowest = self.hsd.levels[0]
-        self.counts = DeviceCounts(self.state.counts, getattr(lowest, "names", ()))
-        self.lookup = lowest.build(self, 0) if lowest.drafts_by == "lookup" else None
-        self.counted = {
-            k: level.drafters[-1].build(self, k)
-            for k, level in enumerate(self.hsd.levels)
-            if level.last_drafts_by == "counts"
-        }
-        if reads_target_states(self.hsd):
-            self.head = lowest.drafters[-1].build(self, 0)
-
-    def _confidence(self) -> DraftConfidence | None:
-        if not self.hsd.enable_adaptive_verification:
-            return None
-        longest = self.schedule.num_speculative_tokens
-        return draft_confidence(self.max_num_reqs, longest, self.device, self.state.lengths_of)
-
-    def _thresholds(self) -> DeviceThresholds | None:
-        stopping = [options.stopping == "entropy" for options in self.hsd.options()]
-        return DeviceThresholds(stopping, self.state) if any(stopping) else None
 
     def _shorter_states(self) -> dict[int, ProposalState]:
         lengths = {*ladder_of(self.hsd)[1:]}
@@ -228,87 +143,9 @@ class CascadeSpeculator(StandaloneARSpeculator):
         return proposal if fewer not in self.programs or self.further.due() else fewer
 
     @property
-    def drawn(self) -> torch.Tensor | None:
-        """float32 [max_num_reqs], 0 where the target verifies a lookup's draft, 1 where a model's.
-
-        None where all drafts are of one kind.
-        """
-        lookup, alone = self.lookup, self.schedule.num_levels == 1
-        if alone and isinstance(lookup, SourcesLookup) and lookup.has_drafter:
-            return lookup.drawn[:-1]
-        return None
-
-    @property
     def keeps_caches(self) -> bool:
         """Whether a level misses what it does not compute; lookups and exits do not."""
         return any(level is not None and not level.in_target_cache for level in self.hosted)
-
-    @property
-    def max_model_len(self) -> int:
-        """Of the target; vLLM may lower it to what the cache holds, after the drafter is made."""
-        levels = cast(Any, self.speculative_config).level_configs
-        contexts = [level.draft_model_config.max_model_len for level in levels if level is not None]
-        return min([self.vllm_config.model_config.max_model_len, *contexts])
-
-    @max_model_len.setter
-    def max_model_len(self, value: int) -> None:
-        """vLLM 0.32 sets it once."""
-
-    def load_model(self, target_model) -> None:
-        super().load_model(target_model)
-        # vLLM gathers encoder outputs in every step for a drafter that takes them; no level does.
-        self.supports_mm_inputs = False
-
-    def load_draft_model(self, target_model, target_attn_layer_names):
-        for i, level in enumerate(self.hsd.levels):
-            if level.last_drafts_by != "model":
-                self.hosted.append(None)
-                continue
-            # Only the last source can be a model.
-            reads_states = level.drafters[-1].reads_target_states
-            hosted = self.head if reads_states else level.drafters[-1].build(self, i)
-            if not hosted.in_target_cache:
-                config = cast(Any, self.speculative_config).level_configs[i]
-                name, source = level.named_sources(f"levels[{i}]")[-1]
-                with loading(f"{name}.{source.kind} {quoted(config.model)}"):
-                    hosted.load(config)
-            if hosted.in_target_cache or reads_states:
-                hosted.attach(target_model)
-            self.hosted.append(hosted)
-        models = [level.model for level in self.hosted if level is not None and level.model]
-        return models[-1] if models else target_model
-
-    def set_attn(
-        self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
-    ) -> None:
-        check_states(kv_cache_config)
-        DraftModelSpeculator.set_attn(
-            self,
-            model_state,
-            kv_cache_config,
-            block_tables,
-            target_input_buffers,
-            target_attn_groups,
-        )
-        for level in self.hosted:
-            if level is not None:
-                level.init_attention(kv_cache_config)
-                # vLLM maps the caches of all groups listed here to kernel blocks.
-                self.attn_groups.extend(level.groups)
-        if self.branches is not None:
-            self.branches.set_attn(kv_cache_config)
-        self.state.set_kv_groups(block_tables.num_kv_cache_groups)
-        levels, text = list(self.hosted), self.req_states.all_token_ids.gpu
-        for k, level in self.counted.items():
-            level.text, levels[k] = text, level
-        groups = KVGroups(
-            block_tables.block_table_ptrs,
-            block_tables.block_table_strides,
-            block_tables.block_sizes_tensor,
-        )
-        if self.head is not None:
-            self.head.kv_groups = groups
-        self._build_programs(levels, groups)
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         if self.branches is not None:
@@ -448,11 +285,6 @@ class CascadeSpeculator(StandaloneARSpeculator):
             drafts[:, : state.longest] = state.draft_tokens[:count]
         return drafts
 
-    def _set_longest(self, input_batch) -> None:
-        """What attention may read at most; the lengths themselves are on the device."""
-        bound = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs]
-        self.longest = (bound + self.schedule.capacity).clamp(max=self.max_model_len)
-
     def _run_checked(
         self, state: ProposalState, proposal: Proposal, foreign: dict[str, Any], inputs: tuple
     ) -> None:
@@ -483,39 +315,3 @@ class CascadeSpeculator(StandaloneARSpeculator):
                 f"the CUDA graph for {state.batch} requests drafts {replayed.tolist()}, the same "
                 f"proposal without a graph {drafted.tolist()}."
             )
-
-    def _stage(self, state, schedule, index, num_sampled, verified=-1) -> None:
-        """Begin a proposal; nothing after it reads what the runner hands over."""
-        stage(
-            state,
-            schedule,
-            index=index.int(),
-            text=self.req_states.all_token_ids.gpu,
-            length=self.req_states.total_len.gpu,
-            num_sampled=num_sampled,
-            **self.parameters.tensors(),
-            scales=self.scales,
-            max_model_len=self.max_model_len,
-            verified=verified,
-        )
-
-    def _ingest(self, input_batch, attn_metadata, slot_mappings, with_logits=False) -> None:
-        """Let every model compute what the target has computed in this step.
-
-        Entries of rejected tokens are after the text and are overwritten before they are read. Next
-        to prompts the other requests' tokens are computed too, which a proposal that catches up
-        would do again: a batch of the prompts alone would need attention metadata of its own.
-        """
-        tokens = input_batch.num_tokens_after_padding
-        for level in self.hosted:
-            if level is None or level.in_target_cache:
-                continue
-            hidden = level.compute(
-                input_batch.input_ids[:tokens],
-                input_batch.positions[:tokens],
-                attn_metadata,
-                slot_mappings,
-            )
-            if with_logits:
-                rows = self.state.batch * self.schedule.longest_logits
-                level.logits(hidden[:rows])

@@ -102,7 +102,7 @@ class ProgramHead(ProgramModel):
 
     @property
     def longest_query(self) -> int:
-        """See `ProgramModel.longest_query`: what a step of the target computes of a draft."""
+        """What a step of the target computes of a draft."""
         return self.speculator.schedule.num_speculative_tokens + 1
 
     def attach(self, target: Any) -> None:
@@ -116,7 +116,6 @@ class ProgramHead(ProgramModel):
         share_with_target(self.model, target)
 
     def init_attention(self, kv_cache_config: Any) -> None:
-        """See `ProgramModel.init_attention`."""
         super().init_attention(kv_cache_config)
         self.inputs.set_kv_groups(len(kv_cache_config.kv_cache_groups))
 
@@ -195,7 +194,7 @@ class ProgramHead(ProgramModel):
             self.final = self._read(batch.num_reqs)
 
     def prepare_capture(self, state: ProposalState, schedule: Schedule) -> None:
-        """See `ProgramModel.prepare_capture`; programs of all lengths have the same passes."""
+        """Programs of all lengths have the same passes."""
         for each in (self.inputs.reading, self.inputs.drafting):
             key = 0, state.batch, each.query_length
             if key not in self.captured:
@@ -203,7 +202,7 @@ class ProgramHead(ProgramModel):
                 self.captured[key] = self._metadata(some, each.query_length, for_capture=True)
 
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
-        """See `cascade.program.ProgramLevel`; it is fed what `head_steps` says."""
+        """The head is fed what `head_steps` says."""
         assert isinstance(op, Draft)
         if op.draw == 0:
             final = self.final if self.reads_first else self._read(state.batch)

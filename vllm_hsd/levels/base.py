@@ -61,7 +61,7 @@ class Measuring(Protocol):
     """What `vllm-hsd profile` can measure without an engine; each is named by a user's value."""
 
     def measured(self, level: LevelConfig) -> Any:
-        """See `LevelConfig.measured`, of a level that may be another candidate, too."""
+        """As `LevelConfig.measured`; of another candidate, what that one has."""
 
     def drafter(self, path: str) -> Any:
         """A draft model."""
@@ -71,6 +71,9 @@ class Measuring(Protocol):
 
     def prompt_lookup(self, shortest: int, longest: int) -> Any:
         """A prompt lookup of n-grams of some lengths."""
+
+    def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> Any:
+        """Several lookups, of which the most promising one drafts."""
 
     def ngram_model(self, path: str, order: int) -> Any:
         """An n-gram model of a store of texts."""
@@ -198,7 +201,7 @@ class LevelConfig(Keys):
 
         Args:
             speculator: the cascade that it belongs to. A lookup and "counts" are built before vLLM
-                measures memory, and are given the texts, see `host.speculator`.
+                measures memory, and are given the texts, see `host.base_speculator`.
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError
@@ -224,7 +227,6 @@ class SamplingKeys(LevelConfig):
     temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
-        """See `LevelConfig.options`."""
         from vllm_hsd.cascade.level import LevelOptions
 
         return LevelOptions(
@@ -249,7 +251,6 @@ class VerifyingKeys(SamplingKeys):
     max_rounds: Tokens | None = None
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
-        """See `LevelConfig.options`."""
         options = super().options(draft_length, self.verifier or verifier)
         options.max_rounds = self.max_rounds
         return options
@@ -297,7 +298,6 @@ class BranchKeys(LevelConfig):
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
 
     def check_serving(self, name: str) -> None:
-        """See `LevelConfig.check_serving`."""
         if self.branches > 1:
             raise UserError(
                 f"{name}.branches is for a model and for sources that are lookups: remove it."

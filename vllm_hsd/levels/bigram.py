@@ -20,11 +20,9 @@ class BigramLevelConfig(LookupKeys):
     bigram: Name
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
-        """See `LevelConfig.check`."""
         check_store(name, self.kind, self.bigram, target, shortest=2)
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         import torch
 
         from vllm_hsd.cascade.bigram import successors
@@ -36,7 +34,6 @@ class BigramLevelConfig(LookupKeys):
         return lambda state, text: lookup_bigram(state, successor)
 
     def estimates(self, device: Any) -> Any:
-        """See `LookupKeys.estimates`."""
         import torch
 
         from vllm_hsd.budget.source_choice import Estimates
@@ -47,7 +44,6 @@ class BigramLevelConfig(LookupKeys):
         return Estimates(torch.from_numpy(probs).to(device), by_token=True)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
         from vllm_hsd.cascade.bigram import BigramLevel
 
         return BigramLevel(models.store(self.bigram, self.kind))

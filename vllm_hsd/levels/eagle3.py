@@ -34,27 +34,23 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
 
     @property
     def stock_keys(self) -> dict[str, Any]:
-        """See `LevelConfig.stock_keys`."""
         return {"method": "eagle3", "model": self.eagle3, **self.model_keys}
 
     @classmethod
     def short_name(cls, value: object) -> str:
-        """See `LevelConfig.short_name`."""
         return cls.kind
 
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
-        """See `LevelConfig.check`."""
         from vllm_hsd.host.draft_models import draft_config
 
         key = name, self.kind, self.eagle3
         return draft_config(*key, self.model_keys, draft_length, target, "eagle3")
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`; before vLLM measures memory."""
+        """Before vLLM measures memory."""
         from vllm_hsd.host.target_head import ProgramHead
 
         return ProgramHead(speculator, index)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
         return models.eagle3(self.eagle3)

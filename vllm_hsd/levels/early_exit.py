@@ -35,16 +35,13 @@ class EarlyExitLevelConfig(VerifyingKeys):
 
     @property
     def target_layers(self) -> int:
-        """See `LevelConfig.target_layers`."""
         return self.early_exit
 
     @classmethod
     def short_name(cls, value: object) -> str:
-        """See `LevelConfig.short_name`."""
         return f"exit {value}"
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
-        """See `LevelConfig.check`."""
         check_architecture(f"{name}.{self.kind}", target)
         layers = target.model_config.hf_text_config.num_hidden_layers
         if self.early_exit > layers:
@@ -54,13 +51,11 @@ class EarlyExitLevelConfig(VerifyingKeys):
             )
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         from vllm_hsd.host.program_models import ProgramExit
 
         return ProgramExit(speculator, index, self.early_exit)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
         return models.exit(self.early_exit, None)
 
 

@@ -24,7 +24,7 @@ class ExitHeadLevelConfig(VerifyingKeys):
 
     @property
     def target_layers(self) -> int:
-        """See `LevelConfig.target_layers`.
+        """Layers that the head was trained after.
 
         Raises:
             UserError: the directory holds no such head.
@@ -34,7 +34,6 @@ class ExitHeadLevelConfig(VerifyingKeys):
         return exit_head_header(self.exit_head).layer
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
-        """See `LevelConfig.check`."""
         check_architecture(f"{name}.{self.kind}", target)
         with named(name):
             self._check_file(target)
@@ -58,7 +57,6 @@ class ExitHeadLevelConfig(VerifyingKeys):
         read_exit_head(self.exit_head)
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         from vllm_hsd.cascade.exit_head import read_exit_head
         from vllm_hsd.host.program_models import ProgramExit
 
@@ -66,5 +64,4 @@ class ExitHeadLevelConfig(VerifyingKeys):
         return ProgramExit(speculator, index, head.layer, head)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
         return models.exit(self.target_layers, self.exit_head)

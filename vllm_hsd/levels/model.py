@@ -30,21 +30,18 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
     model: Name
 
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
-        """See `LevelConfig.check`."""
         from vllm_hsd.host.draft_models import draft_config
 
         key = name, self.kind, self.model
         return draft_config(*key, self.model_keys, draft_length, target, "draft_model")
 
     def check_serving(self, name: str) -> None:
-        """See `LevelConfig.check_serving`: it takes `branches`, see `cascade.several_drafts`."""
+        """A model takes `branches`: see `cascade.several_drafts`."""
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         from vllm_hsd.host.program_models import ProgramModel
 
         return ProgramModel(speculator, index)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
         return models.drafter(self.model)

@@ -35,16 +35,13 @@ class MtpLevelConfig(VllmModelKeys):
 
     @property
     def stock_keys(self) -> dict[str, Any]:
-        """See `LevelConfig.stock_keys`."""
         return {"method": "mtp", "model": self.mtp.model, **self.model_keys}
 
     @classmethod
     def short_name(cls, value: object) -> str:
-        """See `LevelConfig.short_name`."""
         return cls.kind
 
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
-        """See `LevelConfig.check`."""
         from vllm_hsd.host.draft_models import draft_config
 
         keys, model = self.model_keys, self.mtp.model

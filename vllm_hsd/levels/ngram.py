@@ -42,13 +42,11 @@ class NgramLevelConfig(LookupKeys):
     ngram: NgramConfig
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         from vllm_hsd.cascade.lookups import lookup_ngram
 
         return partial(lookup_ngram, shortest=self.ngram.min, longest=self.ngram.max)
 
     def estimates(self, device: Any) -> Any:
-        """See `LookupKeys.estimates`."""
         import torch
 
         from vllm_hsd.budget.source_choice import Estimates
@@ -59,5 +57,4 @@ class NgramLevelConfig(LookupKeys):
         return Estimates(each.to(device), by_token=False)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
         return models.prompt_lookup(self.ngram.min, self.ngram.max)

@@ -26,11 +26,9 @@ class NgramModelLevelConfig(VerifyingKeys):
     order: Annotated[int, Field(ge=1, le=MAX_ORDER)] = MAX_ORDER
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
-        """See `LevelConfig.check`."""
         check_store(name, self.kind, self.ngram_model, target, shortest=2)
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         from vllm_hsd.cascade.ngram_rows import NgramRows
         from vllm_hsd.cascade.text_store import read_store
 
@@ -38,5 +36,4 @@ class NgramModelLevelConfig(VerifyingKeys):
         return NgramRows.of(store, self.order, speculator.device)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`."""
         return models.ngram_model(self.ngram_model, self.order)

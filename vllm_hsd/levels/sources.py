@@ -36,18 +36,16 @@ class SourcesLevelConfig(BranchKeys):
 
     @property
     def drafters(self) -> list[LevelConfig]:
-        """See `LevelConfig.drafters`."""
         return self.sources
 
     @property
     def fills_cache_lazily(self) -> bool:
-        """See `LevelConfig.fills_cache_lazily`: a head reads every step of the target."""
+        """A head reads every step of the target."""
         last = self.sources[-1]
         return last.keeps_cache and not last.reads_target_states
 
     @property
     def last_drafts_by(self) -> str:
-        """See `LevelConfig.last_drafts_by`."""
         return self.sources[-1].drafts_by
 
     @property
@@ -61,18 +59,15 @@ class SourcesLevelConfig(BranchKeys):
 
     @property
     def description(self) -> list[str]:
-        """See `LevelConfig.description`."""
         return self.names
 
     @classmethod
     def short_name(cls, value: object) -> str:
-        """See `LevelConfig.short_name`."""
         if not isinstance(value, list):
             return cls.kind
         return "+".join(level_name(source) for source in value if isinstance(source, dict))
 
     def named_sources(self, name: str) -> list[tuple[str, LevelConfig]]:
-        """See `LevelConfig.named_sources`."""
         return [(f"{name}.sources[{j}]", source) for j, source in enumerate(self.sources)]
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
@@ -80,24 +75,20 @@ class SourcesLevelConfig(BranchKeys):
         return self.sources[-1].options(draft_length, verifier)
 
     def check_serving(self, name: str) -> None:
-        """See `LevelConfig.check_serving`."""
         if not self.sources[-1].is_lookup:
             super().check_serving(name)
         for key, source in self.named_sources(name):
             source.check_serving(key)
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         from vllm_hsd.budget.source_choice import build
 
         return build(speculator, self)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`; of lookups."""
-        from vllm_hsd.cascade.level import Sources
-
+        """Of lookups."""
         lookups = [models.measured(source) for source in self.sources]
-        return Sources(self.names, lookups, min_acceptance=self.min_acceptance)
+        return models.lookup_choice(lookups, self.min_acceptance)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

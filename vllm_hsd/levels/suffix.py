@@ -50,19 +50,16 @@ class SuffixLevelConfig(LookupKeys):
     suffix: SuffixConfig
 
     def check(self, name: str, target: Target, draft_length: int) -> None:
-        """See `LevelConfig.check`."""
         if self.suffix.store is not None:
             check_store(f"{name}.suffix", "store", self.suffix.store, target)
 
     def check_serving(self, name: str) -> None:
-        """See `LevelConfig.check_serving`."""
         if self.suffix.shared_tokens > MAX_SHARED_ON_DEVICE:
             raise UserError(
                 f"{name}.suffix.shared_tokens is at most {MAX_SHARED_ON_DEVICE}: lower it."
             )
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
         from vllm_hsd.cascade.shared_outputs import SharedOutputs
         from vllm_hsd.cascade.suffix_lookup import SuffixLookup
         from vllm_hsd.cascade.text_order import order_texts
@@ -74,7 +71,7 @@ class SuffixLevelConfig(LookupKeys):
         return SuffixLookup(texts, keys.min_acceptance, device, shared)
 
     def measured(self, models: Measuring) -> Any:
-        """See `LevelConfig.measured`; without earlier outputs of the server."""
+        """Without earlier outputs of the server."""
         from vllm_hsd.cascade.suffix import SuffixLevel
         from vllm_hsd.cascade.text_order import order_texts
 

@@ -7,18 +7,16 @@ uniform of its own, so a branch decides only how far a step gets: it may depend 
 drafted, tokens of the chain that are rejected included. A chain with probabilities is drawn before
 it, from what the branches have no part in, and stays whatever they are.
 
-Several drawn drafts of one model are verified together instead, as a tree (`verify_rows`).
+Several drawn drafts of one model are verified together instead, as a tree (`rules.tree`). A row may
+be shortened, or left out, by all that was drawn for the rows before it, not by its own tokens or
+those of later ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
-import torch
-
-from vllm_hsd.rules.tree import ROOT, Tree, verify_tree
 
 
 def follow(
@@ -69,90 +67,3 @@ def follow(
         open_[going] &= (place[:, None] < branch_counts[going]) & (next_token == token[:, None])
         going = going[open_[going].any(1)]
     return emitted, counts, winner
-
-
-class VerifiedRows(NamedTuple):
-    """What several drawn drafts of a request come to.
-
-    Attributes:
-        token_ids: the accepted tokens and one more; none after a row that is not normalized.
-        accepted: how many were accepted.
-        winner: the first row that begins with these.
-        of_chain: leading ones of them that the first row begins with.
-    """
-
-    token_ids: list[int]
-    accepted: int
-    winner: int
-    of_chain: int
-
-
-class DrawnRows(NamedTuple):
-    """Rows as a tree of N nodes, row after row.
-
-    Attributes:
-        parents: [N], see `Tree`.
-        tokens: [N].
-        owner: [N], the row of each node.
-        rows: [N + 1], where the target's distributions at the root and after each node are, among
-            those of all rows, root included.
-    """
-
-    parents: list[int]
-    tokens: list[int]
-    owner: list[int]
-    rows: list[int]
-
-    @classmethod
-    def of(cls, rows: Sequence[list[int]]) -> DrawnRows:
-        """Of R rows of token ids."""
-        parents: list[int] = []
-        index, owner = [0], []
-        for r, tokens in enumerate(rows):
-            after = len(parents) + r + 1
-            index += range(after, after + len(tokens))
-            parents += [ROOT, *range(len(parents), len(parents) + len(tokens))][: len(tokens)]
-            owner += [r] * len(tokens)
-        return cls(parents, [token for tokens in rows for token in tokens], owner, index)
-
-    def verified(self, token_ids: list[int], path: list[int]) -> VerifiedRows:
-        """What the emitted tokens, and the nodes that were accepted, come to."""
-        first = [t for t, owner in zip(self.tokens, self.owner, strict=True) if owner == 0]
-        same = [a == b for a, b in zip(first, token_ids[: len(path)], strict=False)]
-        of_chain = [*same, False].index(False)
-        return VerifiedRows(token_ids, len(path), self.owner[path[-1]] if path else 0, of_chain)
-
-
-def verify_rows(
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    rows: Sequence[list[int]],
-    verifier: str,
-    uniforms: torch.Tensor,
-) -> VerifiedRows:
-    """Verify independently drawn drafts of one request together, in the order of the rows.
-
-    "block" is Traversal Verification, which for one row is block verification; "standard" is token
-    by token recursive rejection (both in `rules.tree`). A row may be shortened, or left out, by
-    all that was drawn for the rows before it, not by its own tokens or those of later ones.
-
-    Args:
-        target_probs: [sum(n_r + 1), V] float32 or float64, row after row: the target's distribution
-            after the text and after each draft token of the row.
-        draft_probs: [sum(n_r), V], what each draft token was drawn from.
-        rows: R drafts of n_r token ids.
-        verifier: "block" or "standard".
-        uniforms: [sum(n_r) + 1] float64, see `verify_tree`.
-
-    Raises:
-        ValueError: see `verify_tree`.
-    """
-    drawn = DrawnRows.of(rows)
-    emitted, path = verify_tree(
-        target_probs[torch.tensor(drawn.rows, device=target_probs.device)],
-        draft_probs,
-        Tree(drawn.parents, drawn.tokens),
-        method="traversal" if verifier == "block" else "recursive_rejection",
-        uniforms=uniforms,
-    )
-    return drawn.verified(emitted.tolist(), path.tolist())

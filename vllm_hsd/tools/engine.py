@@ -195,7 +195,7 @@ def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
 def generate(
     llm: Any, prompts: list[Prompt], sampling_params: list[Mapping[str, Any]], stream: bool = False
 ) -> Generation:
-    """See `EngineProcess.generate`; with `stream`, new text is sent to the parent at once."""
+    """`EngineProcess.generate` there; with `stream`, new text is sent to the parent at once."""
     from vllm.sampling_params import RequestOutputKind
 
     from vllm_hsd.host.metrics import counted_since, level_counts

@@ -1,7 +1,6 @@
 """Several lookups as one level: replayed as the reference engine drafts, and predicted."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +11,11 @@ from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.tools.planner.acceptance import measure_acceptance
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.models import ModelSet
 from vllm_hsd.tools.planner.predict import Measured, Selection, predict
 from vllm_hsd.tools.planner.profile import Sampling
-from vllm_hsd.tools.planner.prompt_lookup import replay_sources
+from vllm_hsd.tools.planner.prompt_lookup import replay_choice
 from vllm_hsd.tools.planner.prompts import encode, read_prompts
 from vllm_hsd.tools.planner.survival import Acceptance
 from vllm_hsd.tools.planner.task import Task, candidates
@@ -42,6 +42,7 @@ def contexts(models):
 
 def engine_of(models, levels, lengths):
     drafters = [models.models[i] for i in levels]
+    drafters[0] = drafters[0].fresh()
     drafters[1:] = map(HuggingFaceLevel, drafters[1:])
     options = [LevelOptions(length) for length in lengths]
     return ReferenceEngine(HuggingFaceLevel(models.target), drafters, options)
@@ -55,14 +56,14 @@ def test_parts_are_shared(models):
 def test_rounds_are_those_of_an_engine(models, contexts, length):
     """At temperature 0, with what is learned from earlier texts; one source alone drafts others."""
     engine, rounds = engine_of(models, [TOGETHER], [length]), []
+    step = engine._chain_step
 
-    def listen(finished):
-        if finished.accepted is None:
-            rounds.append((int(finished.drafts.counts[0]), 0))
-        else:
-            rounds[-1] = rounds[-1][0], int(finished.accepted[0])
+    def noted(*arguments):
+        drafted, accepted, emitted = step(*arguments)
+        rounds.append((drafted, accepted))
+        return drafted, accepted, emitted
 
-    engine.cascade.listeners.append(listen)
+    engine._chain_step = noted
     texts, expected = [], []
     for context in contexts[:4]:
         rounds.clear()
@@ -75,8 +76,8 @@ def test_rounds_are_those_of_an_engine(models, contexts, length):
         )
     assert sum(kept for each in expected for _, kept in each) > 40
 
-    def replayed(sources):
-        offered, accepted = replay_sources(sources, texts, length, committed=True)
+    def replayed(choice):
+        offered, accepted = replay_choice(choice, texts, length, committed=True)
         found = []
         for drafted, kept in zip(offered[-1], accepted[-1], strict=True):
             at = 0
@@ -86,11 +87,10 @@ def test_rounds_are_those_of_an_engine(models, contexts, length):
                 at += kept[at] + 1
         return [each[: len(want)] for each, want in zip(found, expected, strict=True)]
 
-    sources = models.models[TOGETHER]
-    assert replayed(sources) == expected
-    for i in (NGRAM, BIGRAM):
-        alone = replace(sources, names=[sources.names[i]], lookups=[sources.lookups[i]])
-        assert replayed(alone) != expected
+    choice = models.models[TOGETHER]
+    assert replayed(choice) == expected
+    for lookup in choice.lookups:
+        assert replayed(LookupChoice([lookup], choice.min_acceptance)) != expected
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
     ran = sum(len(each.token_ids) for each in found) / steps
     rows = np.sum([each.counts.rows for each in found], axis=0) / steps
     # A lookup makes one call for every draft that is asked for, a model one for every round.
-    calls = [rows[0, Count.requested], *rows[1:-2, Count.forwards]]
+    calls = [rows[0, Count.requested], *rows[1:, Count.forwards]]
     table = LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
 
     def predicted(lookup):
@@ -132,7 +132,7 @@ def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
 
 @pytest.mark.slow
 def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, measured, tmp_path):
-    """Of an engine, which lets tokens go that do not pay."""
+    """Of the V1 engine, which lets tokens go that do not pay."""
     engine_args = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 256,
         "kv_cache_memory_bytes": 1 << 26,
@@ -153,16 +153,26 @@ def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, mea
             assert found.tokens_per_step == pytest.approx(served, rel=0.05)
 
 
+class Together(LookupChoice):
+    """Two guesses in the simulation."""
+
+    def start(self, texts, clock, seed):
+        for more, lookup in enumerate(self.lookups):
+            lookup.start(texts, clock, seed + more)
+        self.last_estimates = np.full((len(texts), 8), np.nan)
+
+    def lookup(self, texts, requested):
+        found = super().lookup(texts, requested)
+        self.last_estimates[texts.rows, : found.confidence.shape[1]] = found.estimates
+        return found
+
+
 def test_prices_of_cheap_tokens_hardly_change_the_goodput():
-    """On counted time: serving lets tokens go that do not pay, the replay drafts them."""
+    """On counted time: a budget lets tokens go that do not pay, the replay drafts them."""
 
     def served(priced):
-        levels = [[Guess(0.6, found=0.5), Guess(0.3, confidence=0.3)]]
-        serving = Serving(cpu, levels, fixed=(6,), noise=0.0)
-        if not priced:
-            serving.propose = lambda batch, slots, most, _: serving.cascade.propose(
-                batch, slots, most
-            )
+        lookups = [Guess(0.6, found=0.5), Guess(0.3, confidence=0.3)]
+        serving = Serving(cpu, [Together(lookups, 0.05)], fixed=None if priced else (8,), noise=0.0)
         serving.run(200)
         goodput = serving.run(1500)
         return goodput, np.mean(serving.lengths)

@@ -127,7 +127,7 @@ def test_the_prediction_is_the_mean_of_cascades_that_run(name, batch, of_serving
     seen = [batch / serving.run(steps) for _ in range(parts)]
     error = 4 * np.std(seen, ddof=1) / np.sqrt(parts)
     assert predicted.ms_per_token == pytest.approx(np.mean(seen), abs=error + 0.02 * seen[0])
-    calls = serving.cascade.counters.rows[:, Count.forwards] / (steps * parts)
+    calls = serving.cascade.counts.rows[:, Count.forwards] / (steps * parts)
     first = int(selection.levels[0] == LOOKUP)
     assert predicted.level_calls[first:-1] == pytest.approx(calls[first:], rel=0.08)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from vllm_hsd.budget.draft_budget import Plan
+
 
 @dataclass(frozen=True)
 class Load:
@@ -47,7 +51,7 @@ def _fix_lengths(worker: Any, fixed: bool) -> None:
     if budget is None:
         return
     learned = budget.budget
-    vars(learned).pop("prices", None)
+    vars(learned).pop("plan", None)
     if fixed:
         # What costs nothing is drafted in full.
-        learned.prices = lambda *_, **__: learned.free
+        learned.plan = lambda *_: Plan(np.zeros(1))

@@ -275,7 +275,7 @@ def _standard_residual(step):
     return step.redraw(step.rejected, residual.clamp_min(0))
 
 
-@_patches("uniforms met twice", "vllm_hsd.host.speculator:CascadeSpeculator._stage")
+@_patches("uniforms met twice", "vllm_hsd.host.base_speculator:BaseSpeculator._stage")
 def _drafts_by_position(whole, self, state, *args):
     from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
 

@@ -19,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_hsd.cascade.level import LookupLevel, Sources
+from vllm_hsd.cascade.level import LookupLevel
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.models import ModelSet, probabilities
 from vllm_hsd.tools.planner.profile import table_shapes
-from vllm_hsd.tools.planner.prompt_lookup import replay, replay_sources
+from vllm_hsd.tools.planner.prompt_lookup import replay, replay_choice
 from vllm_hsd.tools.planner.survival import (
     VERIFIERS,
     lookup_table,
@@ -147,8 +148,8 @@ def _lookup_tables(
     each = zip(contexts, texts.tokens, texts.lengths, strict=True)
     parts = [(np.array([*context, *text[:first]]), text[first:end]) for context, text, end in each]
     for i in models.lookups:
-        if isinstance(sources := models.models[i], Sources):
-            found[i] = replay_sources(sources, parts, longest, of_target)
+        if isinstance(choice := models.models[i], LookupChoice):
+            found[i] = replay_choice(choice, parts, longest, of_target)
     return {
         i: lookup_table(offered, accepted, texts.lengths - first, longest, not of_target)
         for i, (offered, accepted) in found.items()

@@ -19,6 +19,7 @@ from vllm_hsd.cascade.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.levels import LevelConfig
 from vllm_hsd.tools.planner.eagle3_head import HeadDrafter
+from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.profile import Candidate, Sampling, real_path
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
 
@@ -108,7 +109,7 @@ class ModelSet:
             )
 
     def measured(self, level: LevelConfig) -> Any:
-        """See `LevelConfig.measured`; what a candidate before has is taken from it."""
+        """As `LevelConfig.measured`; what a candidate before has is taken from it."""
         known = zip(self.candidates, self.models, strict=False)
         found = next((model for candidate, model in known if candidate.level == level), None)
         return level.measured(self) if found is None else found
@@ -143,6 +144,10 @@ class ModelSet:
     def prompt_lookup(self, shortest: int, longest: int) -> PromptLookup:
         """A prompt lookup of n-grams of some lengths."""
         return PromptLookup(shortest, longest)
+
+    def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> LookupChoice:
+        """Several lookups, of which the most promising one drafts."""
+        return LookupChoice(lookups, min_acceptance)
 
     def ngram_model(self, path: str, order: int) -> NgramModelLevel:
         """An n-gram model of a store of texts."""

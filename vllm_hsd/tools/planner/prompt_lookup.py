@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_hsd.cascade.level import (
-    DraftBatch,
-    LevelOptions,
-    LookupLevel,
-    LookupResult,
-    Sources,
-    Texts,
-    ngram_confidence,
-)
-from vllm_hsd.cascade.stopping import EntropyThresholds
-from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts, ngram_confidence
+from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 
 Ints = NDArray[np.int64]
 
@@ -46,7 +36,6 @@ class PromptLookup(LookupLevel):
         self.shortest, self.longest = shortest, longest
 
     def lookup(self, texts: Texts, requested: Ints) -> LookupResult:
-        """See `cascade.level.LookupLevel`."""
         result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
         for i in np.flatnonzero(requested):
             text = texts.tokens[texts.rows[i], : texts.ends[i]]
@@ -83,16 +72,16 @@ def replay(
     return compared(proposals(), text)
 
 
-def replay_sources(
-    sources: Sources, texts: Sequence[tuple[Ints, Ints]], max_tokens: int, committed: bool
+def replay_choice(
+    choice: LookupChoice, texts: Sequence[tuple[Ints, Ints]], max_tokens: int, committed: bool
 ) -> tuple[Ints, Ints]:
-    """Drafts of several lookups along texts, chosen by `tools.reference.source_choice`.
+    """Drafts of the best of several lookups along texts.
 
-    What the rule learns depends on where drafts begin, so there is a run for every draft length.
-    It learns from text to text, as in serving, and no token has a price.
+    What the choice learns depends on where drafts begin, so there is a run for every draft length.
+    It learns from text to text, as in serving.
 
     Args:
-        sources: lookups alone.
+        choice: its lookups; what it has learned is not used.
         texts: N of them [at most L], each with its context.
         max_tokens: the longest draft H.
         committed: see `replay`.
@@ -105,36 +94,21 @@ def replay_sources(
     offered, accepted = np.zeros((2, max_tokens, len(texts), longest), dtype=np.int64)
     only = np.zeros(1, np.int64)
     for n in range(1, max_tokens + 1):
-        cascade = Cascade([sources], [LevelOptions(n)], 1)
-        drafts = cascade.drafts[0]
+        lookup = choice.fresh()
         for row, (context, text) in enumerate(texts):
-            cascade.forget(0)
-            whole = np.concatenate([context, text, np.zeros(n, np.int64)])
+            lookup.forget(0)
+            table = np.concatenate([context, text])[None].astype(np.int32)
             position = 0
             while position < len(text):
-                batch = _batch_of_one(whole, len(context) + position)
+                end = Texts(table, only, only, np.array([len(context) + position]))
                 if committed or not position:
-                    cascade.lowest.read(batch, only)
-                drafts.clear(only)
-                cascade.lowest.draft(batch, only, np.array([n]), 1)
-                draft = drafts.token_ids[0, : drafts.counts[0]]
+                    lookup.read(end)
+                found = lookup.lookup(end, np.array([n]))
+                draft = found.token_ids[0, : found.counts[0]]
                 kept = _matching(draft, text[position:])
                 offered[n - 1, row, position], accepted[n - 1, row, position] = len(draft), kept
                 position += kept + 1
     return offered, accepted
-
-
-def _batch_of_one(tokens: Ints, end: int) -> DraftBatch:
-    """The first `end` of a text's tokens, for lookups, which draw nothing."""
-
-    def unused(*_: object) -> Any:
-        raise AssertionError("a lookup has no probabilities")
-
-    only, text = np.zeros((1, 1), np.int64), tokens.astype(np.int32)[None]
-    return DraftBatch(
-        text, only[0], np.array([end]), only, np.array([-1]), True, unused, unused,
-        EntropyThresholds.fresh(1, 1),
-    )  # fmt: skip
 
 
 def compared(proposals: Iterable[Ints], text: Ints) -> tuple[Ints, Ints]:

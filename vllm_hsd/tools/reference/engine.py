@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.branch_store import BranchStore
-from vllm_hsd.cascade.counters import Count, Counters, LevelCounts
-from vllm_hsd.cascade.drafts import DraftStore
-from vllm_hsd.cascade.level import Level, LevelOptions, LookupLevel, Sources
+from vllm_hsd.cascade.counters import Count, LevelCounts
+from vllm_hsd.cascade.level import LevelOptions, LookupLevel
 from vllm_hsd.rules import verify_tree
-from vllm_hsd.rules.branches import follow, verify_rows
 from vllm_hsd.rules.chain import verify_batch, verify_greedy
-from vllm_hsd.rules.residual import BlockedCDF, is_normalized
+from vllm_hsd.rules.residual import is_normalized
+from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.request import ONLY, Request
 from vllm_hsd.tools.reference.trees import TreeOptions, grow, target_logits
 
@@ -59,7 +58,6 @@ class ReferenceEngine:
         options: one per level; the draft length of the last one is that of the target's drafts.
         verifier: "block" or "standard", how the target verifies a cascade's draft.
         horizontal_tokens: see `Cascade`.
-        branches: see `Cascade`.
         draft_tree: of the single level, without `options`, `verifier` and `horizontal_tokens`.
 
     Raises:
@@ -69,13 +67,12 @@ class ReferenceEngine:
     def __init__(
         self,
         target: Level,
-        levels: Sequence[Level | LookupLevel | Sources] = (),
+        levels: Sequence[Level | LookupLevel] = (),
         options: Sequence[LevelOptions] = (),
         *,
         verifier: str = "block",
         horizontal_tokens: int = 0,
         draft_tree: TreeOptions | None = None,
-        branches: int = 1,
     ) -> None:
         if draft_tree is None and len(levels) != len(options):
             raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
@@ -91,17 +88,15 @@ class ReferenceEngine:
                 raise ValueError(
                     "draft_tree needs exactly one level, no options and no horizontal_tokens."
                 )
-            if isinstance(levels[0], LookupLevel | Sources):
+            if isinstance(levels[0], LookupLevel):
                 raise ValueError("draft_tree needs a level with probabilities, not a lookup.")
             self.tree_drafter = levels[0], draft_tree
             scale = draft_tree.temperature_scale
             options = [LevelOptions(len(draft_tree.widths), temperature_scale=scale)]
         self.target, self.verifier = target, verifier
-        self.cascade = None
-        if levels:
-            self.cascade = Cascade(levels, options, 1, horizontal_tokens, branches=branches)
+        self.cascade = Cascade(levels, options, 1, horizontal_tokens) if levels else None
         self.levels = [] if self.cascade is None else self.cascade.levels
-        self.counters = Counters.zeros(0) if self.cascade is None else self.cascade.counters
+        self.counts = LevelCounts.zeros(0) if self.cascade is None else self.cascade.counts
         self.scales = [option.temperature_scale for option in options]
         self.longest = options[-1].draft_length if options else 0
 
@@ -148,7 +143,7 @@ class ReferenceEngine:
         capacity, scales = len(first) + max_tokens + self.longest, [*self.scales, 1.0]
         eos = -1 if eos_token_id is None else eos_token_id
         request = Request(first, capacity, scales, temperature, top_k, top_p, seed, eos)
-        self.counters.take()
+        self.counts.take()
         result = ReferenceAnswer()
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
             # The target adds a token of its own to every draft.
@@ -164,7 +159,7 @@ class ReferenceEngine:
             result.target_calls += 1
             result.drafted += drafted
             result.accepted += accepted
-        result.counts = self.counters.take()
+        result.counts = self.counts.take()
         return result
 
     def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
@@ -172,9 +167,6 @@ class ReferenceEngine:
         drafts = DraftStore(1, 0)
         if self.cascade is not None:
             drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
-            branches = self.cascade.branches
-            if branches is not None and branches.drawn[0] and drafts.counts[0]:
-                return self._rows_step(self.cascade, branches, request)
         counts = drafts.counts[ONLY]
         count = int(counts[0])
         path = drafts.token_ids[0, :count]
@@ -190,54 +182,10 @@ class ReferenceEngine:
             token_ids, accepted = verify_batch(chain, self.verifier, uniforms, target_ok=target_ok)
         if self.cascade is not None and count:
             self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
-            token_ids = self._follow(self.cascade, request, token_ids)
             # What levels computed of a draft is of no use after another one.
             request.cached[:-1] = np.minimum(request.cached[:-1], request.length + accepted)
         emitted = [token for token in token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
-
-    def _rows_step(
-        self, cascade: Cascade, branches: BranchStore, request: Request
-    ) -> tuple[int, int, list[int]]:
-        """`_chain_step` where several drafts were drawn."""
-        chain, model = cascade.drafts[-1], len(self.levels)
-        counts = [int(chain.counts[0]), *branches.counts[0].tolist()]
-        rows, drawn_from = branches.drawn_rows(chain, 0, counts)
-        along = [request.logits_along(self.target, model, row) for row in rows]
-        uniforms = request.uniforms(ONLY, np.array([sum(counts) + 1]), model)
-        found = verify_rows(
-            request.probs(torch.cat(along), model),
-            drawn_from,
-            rows,
-            self.verifier,
-            torch.from_numpy(uniforms),
-        )
-        of_chain = np.array([found.of_chain])
-        cascade.record_acceptance(ONLY, of_chain, request.thresholds)
-        more = np.array([found.accepted]) - of_chain
-        cascade.record_branches(ONLY, np.array([found.winner]), more)
-        request.cached[:-1] = np.minimum(request.cached[:-1], request.length + of_chain)
-        return sum(counts), found.accepted, found.token_ids
-
-    def _follow(self, cascade: Cascade, request: Request, token_ids: np.ndarray) -> np.ndarray:
-        """[1, width] int64 emitted tokens and those along branches, padded with -1."""
-        if (branches := cascade.branches) is None:
-            return token_ids
-
-        def draw(_: np.ndarray, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-            path, model = branches.token_ids[0, rows[0] - 1, : places[0]], len(self.levels)
-            logits = request.logits_along(self.target, model, path.tolist())[-1:]
-            if request.greedy:
-                return logits.argmax(-1).cpu().numpy()
-            uniforms = torch.from_numpy(request.uniforms(ONLY, np.ones(1, np.int64), model))
-            return BlockedCDF(request.probs(logits, model)).draw(uniforms).cpu().numpy()
-
-        before = (token_ids >= 0).sum(1)
-        token_ids, counts, winner = follow(
-            token_ids, before, branches.token_ids[:1], branches.counts[:1], draw
-        )
-        cascade.record_branches(ONLY, winner, counts - before)
-        return token_ids
 
     def _tree_step(
         self, request: Request, most: int, drafter: Level, options: TreeOptions
@@ -254,5 +202,5 @@ class ReferenceEngine:
         )
         # Columns drafted, accepted, rounds, forwards.
         gained = len(draft.tree), len(path), len(draft.tree) > 0, draft.forwards
-        self.counters.rows[0, : Count.forwards + 1] += gained
+        self.counts.rows[0, : Count.forwards + 1] += gained
         return len(draft.tree), len(path), emitted.tolist()

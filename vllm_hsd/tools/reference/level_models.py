@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.counters import Count, Counters
-from vllm_hsd.cascade.level import UNLIMITED, DraftBatch, Level, LevelOptions
-from vllm_hsd.cascade.stopping import entropy_nats
+from vllm_hsd.cascade.counters import Count, LevelCounts
+from vllm_hsd.cascade.level import UNLIMITED, LevelOptions
 from vllm_hsd.rules.chain import argmax_rows
 from vllm_hsd.rules.residual import ROW_SUM_TOLERANCE
+from vllm_hsd.tools.reference.batch import DraftBatch, Level
+from vllm_hsd.tools.reference.stopping import entropy_nats
 
 logger = logging.getLogger(__name__)
 
@@ -25,29 +25,15 @@ class Forward:
 
     Attributes:
         logits: [R, V].
-        probs: [R, V] that the level draws from and verifies by; None where no request is
-            drawn from them.
+        probs: [R, V] that the level draws from and verifies by; None of greedy requests.
         entropy: [R] float64 nats, NaN where the level does not stop by it.
         uncertain: [R] bool, it exceeds the request's threshold.
-        computed: tokens that the model was fed.
     """
 
     logits: torch.Tensor
     probs: torch.Tensor | None
     entropy: np.ndarray
     uncertain: np.ndarray
-    computed: int
-
-    def of(self, rows: np.ndarray) -> Forward:
-        """Some of the rows, [k] int64; `computed` is left as it is."""
-        index = torch.from_numpy(rows).to(self.logits.device)
-        return replace(
-            self,
-            logits=self.logits[index],
-            probs=None if self.probs is None else self.probs[index],
-            entropy=self.entropy[rows],
-            uncertain=self.uncertain[rows],
-        )
 
 
 class LevelModels:
@@ -56,16 +42,16 @@ class LevelModels:
     Args:
         models: one per level, None at a lowest level of lookups alone.
         options: one per level.
-        counters: counts their forward passes.
+        counts: of their forward passes.
 
     Attributes:
         context_lengths: longest text of each level in tokens.
     """
 
     def __init__(
-        self, models: Sequence[Level | None], options: Sequence[LevelOptions], counters: Counters
+        self, models: Sequence[Level | None], options: Sequence[LevelOptions], counts: LevelCounts
     ) -> None:
-        self.models, self.options, self.counters = models, options, counters
+        self.models, self.options, self.counts = models, options, counts
         self.context_lengths = [
             UNLIMITED if model is None else model.context_length for model in models
         ]
@@ -90,36 +76,17 @@ class LevelModels:
         Returns:
             sum(num_logits) rows, request after request.
         """
-        counts = batch.end[slots] - batch.cached[level, slots]
-        logits = self._timed(batch, level, slots, counts, num_logits)
+        start, model = batch.cached[level, slots], self.models[level]
+        counts = batch.end[slots] - start
+        assert model is not None
+        logits = model.forward(batch.tokens, batch.rows[slots], start, counts, num_logits)
         assert logits is not None
+        self.counts.rows[level, Count.forwards] += 1
         batch.cached[level, slots] = batch.end[slots]
         owners = np.repeat(slots, num_logits)
-        drawn = batch.is_drawn(slots).any()
-        probs = self._probs(batch, level, logits, owners) if drawn else None
+        probs = None if batch.greedy else self._probs(batch, level, logits, owners)
         entropy, uncertain = self._confidence(batch, level, logits, owners)
-        return Forward(logits, probs, entropy, uncertain, int(counts.sum()))
-
-    def ingest(self, batch: DraftBatch, slots: np.ndarray, end: np.ndarray) -> None:
-        """Bring every level's cache of `slots` up to the positions `end`, without drafting.
-
-        Args:
-            batch: the step's requests.
-            slots: [n] int64.
-            end: [n] int64, or [levels, n].
-        """
-        end = np.broadcast_to(end, (len(self.models), len(slots)))
-        for k, model in enumerate(self.models):
-            if model is None or not model.keeps_cache:
-                continue
-            cached = batch.cached[k]
-            upto = np.minimum(end[k], self.context_lengths[k])
-            uncached = cached[slots] < upto
-            if uncached.any():
-                filled, upto = slots[uncached], upto[uncached]
-                none = np.zeros(len(filled), dtype=np.int64)
-                self._timed(batch, k, filled, upto - cached[filled], none)
-                cached[filled] = upto
+        return Forward(logits, probs, entropy, uncertain)
 
     def _probs(
         self, batch: DraftBatch, level: int, logits: torch.Tensor, slots: np.ndarray
@@ -131,20 +98,6 @@ class LevelModels:
             self._warn_unless(level, False)
             probs[~valid] = 1 / probs.shape[1]
         return probs
-
-    def choose(
-        self,
-        batch: DraftBatch,
-        level: int,
-        logits: torch.Tensor,
-        slots: np.ndarray,
-        positions: np.ndarray,
-    ) -> np.ndarray:
-        """[n] int64 tokens of requests that are not drawn from probabilities."""
-        if batch.greedy:
-            return self.argmax(logits, level)
-        assert batch.choose is not None
-        return batch.choose(logits, slots, positions, level)
 
     def argmax(self, logits: torch.Tensor, level: int) -> np.ndarray:
         """[n] int64 greedy tokens."""
@@ -170,28 +123,3 @@ class LevelModels:
                 "which costs acceptance: check its weights and dtype.",
                 level,
             )
-
-    def _timed(
-        self,
-        batch: DraftBatch,
-        level: int,
-        slots: np.ndarray,
-        counts: np.ndarray,
-        num_logits: np.ndarray,
-    ) -> torch.Tensor | None:
-        began = time.perf_counter_ns()
-        model = self.models[level]
-        assert model is not None
-        logits = model.forward(
-            batch.tokens, batch.rows[slots], batch.cached[level, slots], counts, num_logits
-        )
-        self.counters.rows[level, Count.forwards] += 1
-        self.counters.rows[level, Count.forward_ns] += time.perf_counter_ns() - began
-        return logits
-
-
-def highest_probability(logits: torch.Tensor) -> np.ndarray:
-    """[n] float64, of the softmax of each row [n, V]; 0 where the row is not finite."""
-    peaks = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-    found: np.ndarray = np.nan_to_num(peaks.double().cpu().numpy())
-    return found

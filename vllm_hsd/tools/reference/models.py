@@ -56,7 +56,7 @@ class HuggingFaceLevel:
         counts: np.ndarray,
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
-        """See `cascade.level.Level.forward`: one request, the logits float64 on the CPU."""
+        """Of one request, the logits float64 on the CPU."""
         (row,), (start,), (count,), (kept,) = rows, starts, counts, num_logits
         if count == 0:
             return None

@@ -13,9 +13,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vllm_hsd.cascade.level import DraftBatch, Level
-from vllm_hsd.cascade.stopping import EntropyThresholds
 from vllm_hsd.rules.rng import host_uniforms
+from vllm_hsd.tools.reference.batch import DraftBatch, Level
+from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 ONLY = np.zeros(1, dtype=np.int64)  # the batch holds one request
 

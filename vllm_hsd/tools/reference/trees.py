@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from vllm_hsd.cascade.level import Level
 from vllm_hsd.rules import Tree, draw_iid, draw_without_replacement, top_k
 from vllm_hsd.rules.tree import ROOT
+from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.request import Request
 
 DRAWS = ("iid", "without_replacement", "top_k")
@@ -25,7 +25,7 @@ class TreeOptions:
         draw: how siblings are drawn: "iid", "without_replacement" (fewer where fewer tokens have
             positive probability) or "top_k", the likeliest tokens at any temperature, as point
             masses.
-        verifier: "traversal" or "recursive_rejection", see `verify.verify_tree`.
+        verifier: "traversal" or "recursive_rejection", see `rules.verify_tree`.
         temperature_scale: factor on the request's temperature for the drafter's distribution.
 
     Raises:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.drafts import DraftStore, ragged_arange, ragged_starts
-from vllm_hsd.cascade.level import DraftBatch
+from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
 from vllm_hsd.rules.chain import verify_batch, verify_greedy
-from vllm_hsd.rules.coupled import verify_coupled
 from vllm_hsd.rules.residual import BlockedCDF
+from vllm_hsd.tools.reference.batch import DraftBatch
+from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.level_models import Forward, LevelModels
 
 
@@ -20,7 +20,7 @@ def append_own(
     level: int,
     slots: np.ndarray,
     uniforms: np.ndarray | None,
-) -> tuple[Forward, np.ndarray]:
+) -> np.ndarray:
     """Add a token of the level's model to each draft.
 
     Args:
@@ -29,65 +29,26 @@ def append_own(
         batch: the requests.
         level: the level.
         slots: [n] int64.
-        uniforms: [n] float64, None where no token is drawn from probabilities.
+        uniforms: [n] float64, None of greedy requests.
 
     Returns:
-        what the model says; [n] bool, drafts that end here: with eos, after a token that the level
-        is unsure of, or where the text outgrows the level.
+        [n] bool, drafts that end here: with eos, after a token that the level is unsure of, or
+        where the text outgrows the level.
     """
-    forward = models.forward(batch, level, slots, np.ones(len(slots), dtype=np.int64))
-    return forward, append_next(models, drafts, batch, level, slots, uniforms, forward)
-
-
-def append_next(
-    models: LevelModels,
-    drafts: DraftStore,
-    batch: DraftBatch,
-    level: int,
-    slots: np.ndarray,
-    uniforms: np.ndarray | None,
-    forward: Forward,
-    rank: int = 0,
-) -> np.ndarray:
-    """Add the token to each draft that the level's model has next.
-
-    Args:
-        models, drafts, batch, level, slots, uniforms: see `append_own`.
-        forward: what the model says after each text, [n] rows.
-        rank: of a token that is not drawn from probabilities: 0 is the level's own, 1, 2, ... are
-            the likeliest others.
-
-    Returns:
-        the second of `append_own`.
-    """
-    token_ids = np.zeros(len(slots), dtype=np.int64)
-    if forward.probs is not None and uniforms is not None:
+    one = np.ones(len(slots), dtype=np.int64)
+    forward = models.forward(batch, level, slots, one)
+    if forward.probs is None or uniforms is None:
+        token_ids = models.argmax(forward.logits, level)
+    else:
         drawn = torch.from_numpy(uniforms).to(forward.probs.device)
         token_ids = BlockedCDF(forward.probs).draw(drawn).cpu().numpy()
-    chosen = np.flatnonzero(~batch.is_drawn(slots))
-    if len(chosen):
-        own, logits = slots[chosen], forward.logits
-        if len(chosen) < len(slots):
-            logits = logits[torch.from_numpy(chosen)]
-        token_ids[chosen] = models.choose(batch, level, logits, own, batch.end[own])
-        if rank:
-            token_ids[chosen] = _another(logits, token_ids[chosen], rank)
     batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
     batch.end[slots] += 1
-    order, one = np.arange(len(slots)), np.ones(len(slots), dtype=np.int64)
+    order = np.arange(len(slots))
     drafts.append(slots, token_ids[:, None], one, forward.probs, order, level, forward.entropy)
     outgrown = batch.end[slots] > models.context_lengths[level]
     ended: np.ndarray = (token_ids == batch.eos[slots]) | forward.uncertain | outgrown
     return ended
-
-
-def _another(logits: torch.Tensor, token_ids: np.ndarray, rank: int) -> np.ndarray:
-    """[n] int64, the likeliest tokens but those given, the rank-th of each row [n, V] from 1 on."""
-    likeliest = logits.topk(min(rank + 1, logits.shape[1])).indices.cpu().numpy()
-    others = np.argsort(likeliest == token_ids[:, None], axis=1, kind="stable")
-    place = others[:, min(rank, likeliest.shape[1]) - 1]
-    found: np.ndarray = likeliest[np.arange(len(place)), place]
-    return found
 
 
 def append_unverified(
@@ -97,7 +58,7 @@ def append_unverified(
     level: int,
     slots: np.ndarray,
     below: DraftStore,
-) -> tuple[int, np.ndarray]:
+) -> np.ndarray:
     """Keep drafts that end the texts as they are, and add a token of the level to each.
 
     Every token keeps the probabilities that it was drawn from, so the next verification is lossless
@@ -108,19 +69,18 @@ def append_unverified(
         below: has the drafts.
 
     Returns:
-        tokens that the level computed; [n] bool, drafts that end here.
+        [n] bool, drafts that end here.
     """
     last = batch.tokens[batch.rows[slots], batch.end[slots] - 1]
     ended: np.ndarray = (below.counts[slots] > 0) & (last == batch.eos[slots])
     drafts.extend(below, slots)
     going = np.flatnonzero(~ended)
     if not len(going):
-        return 0, ended
+        return ended
     now = slots[going]
-    drawn = batch.is_drawn(now).any()
-    uniforms = batch.uniforms(now, np.ones(len(now), np.int64), level) if drawn else None
-    forward, ended[going] = append_own(models, drafts, batch, level, now, uniforms)
-    return forward.computed, ended
+    uniforms = None if batch.greedy else batch.uniforms(now, np.ones(len(now), np.int64), level)
+    ended[going] = append_own(models, drafts, batch, level, now, uniforms)
+    return ended
 
 
 def verify(
@@ -131,7 +91,7 @@ def verify(
     below: DraftStore,
     forward: Forward,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Verify drafts that end the texts: greedily, by probabilities, or by equal noise.
+    """Verify drafts that end the texts, greedily or by probabilities.
 
     Args:
         models: of the cascade.
@@ -144,30 +104,13 @@ def verify(
     Returns:
         (token ids [n, longest draft + 1] padded with -1, accepted [n]).
     """
-    counts, start = below.counts[slots], batch.end[slots] - below.counts[slots]
+    counts = below.counts[slots]
     rows = forward.logits if forward.probs is None else forward.probs
     chain = below.chain_batch(slots, counts, rows, counts, counts)
-    if batch.greedy:
+    if forward.probs is None:
         return verify_greedy(chain, models.argmax(forward.logits, level))
-    is_drawn = batch.is_drawn(slots)
-    drawn, chosen = np.flatnonzero(is_drawn), np.flatnonzero(~is_drawn)
-    token_ids = np.full((len(slots), chain.tokens.shape[1] + 1), -1, dtype=np.int64)
-    accepted = np.zeros(len(slots), dtype=np.int64)
-    if len(drawn):
-        uniforms = batch.uniforms(slots[drawn], counts[drawn] + 1, level)
-        token_ids[drawn], accepted[drawn] = verify_batch(
-            chain.of(drawn), models.options[level].verifier, uniforms
-        )
-
-    def choose(requests: np.ndarray, t: int) -> np.ndarray:
-        own = chosen[requests]
-        logits = forward.logits[torch.from_numpy(chain.target_rows[own, t])]
-        return models.choose(batch, level, logits, slots[own], start[own] + t)
-
-    token_ids[chosen], accepted[chosen] = verify_coupled(
-        chain.tokens[chosen], counts[chosen], choose
-    )
-    return token_ids, accepted
+    uniforms = batch.uniforms(slots, counts + 1, level)
+    return verify_batch(chain, models.options[level].verifier, uniforms)
 
 
 def append_verified(

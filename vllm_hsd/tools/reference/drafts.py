@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
 from vllm_hsd.rules.inputs import ChainBatch
 
 _N = TypeVar("_N", int, np.ndarray)
@@ -27,10 +28,7 @@ class DraftStore:
         counts: [num_slots] int64.
         point_mass: [num_slots, length] bool, the token was certain: it has no probabilities.
         level: [num_slots, length] int64, the level that drafted the token.
-        source: [num_slots, length] int64, the source of it within that level.
         entropy: [num_slots, length] float64 nats, NaN where it was not needed.
-        estimate: [num_slots, length] float64, a lookup's own acceptance probability of the token
-            after the ones before; NaN where there is none.
         probs: [num_slots * length, V] proposal probabilities, None before the first.
     """
 
@@ -40,9 +38,7 @@ class DraftStore:
         self.counts = np.zeros(num_slots, dtype=np.int64)
         self.point_mass = np.zeros((num_slots, length), dtype=bool)
         self.level = np.zeros((num_slots, length), dtype=np.int64)
-        self.source = np.zeros((num_slots, length), dtype=np.int64)
         self.entropy = np.full((num_slots, length), np.nan)
-        self.estimate = np.full((num_slots, length), np.nan)
         self.probs: torch.Tensor | None = None
 
     def allocate(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -62,8 +58,6 @@ class DraftStore:
         first_row: np.ndarray,
         level: int,
         entropy: np.ndarray,
-        source: np.ndarray | int = 0,
-        estimates: np.ndarray | None = None,
     ) -> None:
         """Add the first emitted[j] of token_ids[j] to the draft of slots[j].
 
@@ -76,17 +70,13 @@ class DraftStore:
             first_row: [n] int64.
             level: the level that drafted them.
             entropy: [R] float64 entropies of the rows.
-            source: within the level, [n] int64 or one for all.
-            estimates: [n, width] float64, see `estimate`.
         """
         owners, offsets = ragged_arange(emitted)
         place = (slots[owners], self.counts[slots][owners] + offsets)
         rows = first_row[owners] + offsets
         self.token_ids[place] = token_ids[owners, offsets]
         self.level[place] = level
-        self.source[place] = np.broadcast_to(source, slots.shape)[owners]
         self.entropy[place] = entropy[rows]
-        self.estimate[place] = np.nan if estimates is None else estimates[owners, offsets]
         self.point_mass[place] = probs is None
         self.counts[slots] += emitted
         if probs is not None:
@@ -100,9 +90,7 @@ class DraftStore:
         for mine, theirs in (
             (self.token_ids, other.token_ids),
             (self.level, other.level),
-            (self.source, other.source),
             (self.entropy, other.entropy),
-            (self.estimate, other.estimate),
             (self.point_mass, other.point_mass),
         ):
             mine[place] = theirs[source]
@@ -165,21 +153,3 @@ def room_below(requested: _N, drafted: _N) -> _N:
     """
     room: _N = requested - drafted - 1
     return room
-
-
-def ragged_arange(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and offsets [0, 1, 0, 1, 2]."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, np.arange(len(owners)) - np.repeat(ragged_starts(counts), counts)
-
-
-def ragged_starts(counts: np.ndarray) -> np.ndarray:
-    """For counts [2, 0, 3]: [0, 2, 2], the flat index at which each one begins."""
-    starts: np.ndarray = np.cumsum(counts) - counts
-    return starts
-
-
-def last_positions(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(owner i, position), each [sum(counts)], of the last counts[i] positions before ends[i]."""
-    owners, offsets = ragged_arange(counts)
-    return owners, (ends - counts)[owners] + offsets

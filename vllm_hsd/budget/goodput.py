@@ -1,0 +1,85 @@
+"""What a token costs a verifier, in tokens: by the times of its passes and its goodput."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_hsd.budget.acceptance import MEMORY
+from vllm_hsd.budget.step_times import StepTimes
+from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE
+
+# Margin against the winner's curse: the best of several noisy estimates is biased upwards.
+_MARGIN = 1.1
+# A price that nothing pays.
+FORBIDDEN = 1e9
+
+
+class Goodput:
+    """Times of one verifier's passes, and the tokens that its drafts have gained in them.
+
+    Args:
+        widest: most tokens that it reads of a request beside the last one.
+
+    Attributes:
+        times: seconds of its passes by tokens.
+        emitted, spent: by batch size, exponentially forgotten: tokens emitted per request, and time
+            in steps without drafts.
+    """
+
+    def __init__(self, widest: int) -> None:
+        self.widest, self.times = widest, StepTimes()
+        self.emitted, self.spent = np.ones((2, len(self.times.sizes)))
+        # By batch size, how often in a row its time without drafts was found to be old.
+        self.unmeasured: dict[int, int] = {}
+
+    def rate(self, size: int) -> float:
+        """Tokens per second at the goodput reached, which is at least that without drafts."""
+        at = self.times.nearest(size)
+        gain = max(self.emitted[at] / self.spent[at], 1.0)
+        return float(_MARGIN * gain * size / self.times.seconds(size))
+
+    def prices(self, drafting: int, size: int) -> np.ndarray:
+        """[M + 1] float64 tokens that it costs to verify m tokens of `drafting` of `size` requests.
+
+        Never falling. All cost `FORBIDDEN` where the time without drafts is to be measured.
+        """
+        more = np.arange(drafting * self.widest + 1)
+        if self._wants_plain_step(size):
+            return FORBIDDEN * more
+        seconds = self.times.seconds(size + more)
+        found: np.ndarray = self.rate(size) * (seconds - seconds[0])
+        return found
+
+    def learn(self, size: int, drafted: int, emitted: int, seconds: float) -> None:
+        """Update the goodput from one verified draft of each of `size` requests.
+
+        Args:
+            size: requests.
+            drafted, emitted: tokens that were verified, and that the requests got.
+            seconds: of drafting.
+        """
+        if not size or self.times.empty:
+            return
+        plain, verified = self.times.seconds(size), self.times.seconds(size + drafted)
+        at = self.times.nearest(size)
+        self.emitted[at] = MEMORY * self.emitted[at] + emitted / size
+        self.spent[at] = MEMORY * self.spent[at] + (verified + seconds) / plain
+
+    def add(self, size: int, tokens: int) -> None:
+        """Count tokens that `size` requests got beside those that `learn` is told of."""
+        self.emitted[self.times.nearest(size)] += tokens / max(size, 1)
+
+    def _wants_plain_step(self, size: int) -> bool:
+        """Whether the time of `size` requests without drafts is old, and is measured now.
+
+        Not the first time it is found to be: a size may last for a step only, and that one may
+        hold a prompt, whose time says nothing. In vain, it is asked for ever more seldom.
+        """
+        at = self.times.nearest(size)
+        # Soon where drafts hardly gain.
+        hardly = self.emitted[at] < _MARGIN * self.spent[at]
+        if self.times.age(size) <= (FIRST_PAUSE if hardly else LONGEST_PAUSE):
+            self.unmeasured.pop(at, None)
+            return False
+        self.unmeasured[at] = count = self.unmeasured.get(at, 0) + 1
+        return count > 1 and count.bit_count() == 1
