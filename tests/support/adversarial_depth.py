@@ -70,7 +70,9 @@ def _plan(self: DraftBudget, slots: np.ndarray, *_) -> Plan:
     bits = zlib.crc32(str(self.calls).encode())
     tokens = np.arange(len(slots) * self.goodput[-1].widest + 1)
     price = (0.0, 0.05, 0.3, 1.0)[bits % 4] * tokens
-    return Plan(price, _selection(self, slots, bits >> 4))
+    return Plan(
+        price, _selection(self, slots, bits >> 4), ((0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], 0.1)
+    )
 
 
 def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> StepLevels:
