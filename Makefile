@@ -180,6 +180,10 @@ bench-windows: venv
 bench-family: venv
 	$(BIN)/python -m benchmarks.studies.family $(FROM_PROMPTS)
 
+# What `adaptive` would draft, over the best fixed configuration of each set: replayed, no engine.
+bench-budget: venv
+	$(BIN)/python -m benchmarks.studies.simulated_budget $(FROM_PROMPTS)
+
 # What a step spends its time on, by part of vLLM's runner.
 bench-step-shares: venv
 	$(BIN)/python -m benchmarks.studies.step_shares $(FROM_PROMPTS)

@@ -5,13 +5,15 @@ from itertools import combinations
 
 import numpy as np
 
-from vllm_hsd.budget.draft_budget import DraftBudget, Prices
+from vllm_hsd.budget.draft_budget import DraftBudget, Plan
 from vllm_hsd.cascade.level import StepLevels
+
+FREE = np.zeros(1)
 
 
 def install() -> None:
     """Replace all learned prices, and what is selected at them, in this process."""
-    DraftBudget.prices = _prices
+    DraftBudget.plan = _plan
 
 
 def install_and_forget_holes() -> None:
@@ -22,9 +24,7 @@ def install_and_forget_holes() -> None:
 
 def install_lowest() -> None:
     """Only level 0 drafts."""
-    DraftBudget.prices = lambda self, *_: Prices(
-        self.free.verify, self.free.forward, StepLevels((0,), (self.lengths[0],))
-    )
+    DraftBudget.plan = lambda self, *_: Plan(FREE, StepLevels((0,), (self.lengths[0],)))
 
 
 def install_lowest_and_keep_rows() -> None:
@@ -44,7 +44,7 @@ def install_lowest_and_keep_rows() -> None:
 
 def install_free_drafts() -> None:
     """Drafts cost nothing."""
-    DraftBudget.prices = lambda self, *_: self.free
+    DraftBudget.plan = lambda self, *_: Plan(FREE)
 
 
 def install_free_drafts_and_forget_holes() -> None:
@@ -59,16 +59,15 @@ def _forget_holes() -> None:
     FilledBlocks.usable = lambda self, _, length: np.full(len(self.filled), length)
 
 
-def _prices(self: DraftBudget, slots: np.ndarray, most: np.ndarray, adaptive: bool, *_) -> Prices:
+def _plan(self: DraftBudget, slots: np.ndarray, *_) -> Plan:
     """Sometimes nothing is worth its price, sometimes everything is, often it depends."""
     self.calls = getattr(self, "calls", 0) + 1
     bits = zlib.crc32(str(self.calls).encode())
-    token, forward = (0.0, 0.05, 0.3, 1.0)[bits % 4], (0.0, 0.1, 0.5, 2.0)[bits // 4 % 4]
-    price = token * np.arange(len(self.free.verify[0])), len(slots) * forward
-    found = Prices(*([one] * (self.target + 1) for one in price))
-    if adaptive and self.selects:
-        found.selection = _selection(self, slots, bits >> 4)
-    return found
+    tokens = np.arange(len(slots) * self.goodput[-1].widest + 1)
+    price = (0.0, 0.05, 0.3, 1.0)[bits % 4] * tokens
+    return Plan(
+        price, _selection(self, slots, bits >> 4), ((0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], 0.1)
+    )
 
 
 def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> StepLevels:

@@ -14,7 +14,9 @@ import torch
 from vllm_hsd.cascade.level import UNLIMITED, LevelOptions, LookupLevel, LookupResult, StepLevels
 from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
+from vllm_hsd.tools.reference.lowest_level import LowestLevel
 from vllm_hsd.tools.reference.stopping import EntropyThresholds
+from vllm_hsd.tools.reference.verified import append_own
 
 LENGTH, TEXT, REQUEST, VOCABULARY = 8, 2000, 200, 50
 SEARCH_SECONDS = 1e-4
@@ -121,20 +123,30 @@ class TimedCascade(Cascade):
 
     Args:
         clock: of the simulation.
-        verified: see `DraftBudget.level_verified`; None for nobody.
+        budget: the `HostBudget` that is told; None for none.
     """
 
-    def __init__(self, levels, options, num_slots, clock: Clock, verified=None) -> None:
+    def __init__(self, levels, options, num_slots, clock: Clock, budget=None) -> None:
         super().__init__(levels, options, num_slots)
-        self.clock, self.verified, self.seconds = clock, verified, [0.0] * len(levels)
+        self.lowest = EndingDrafts(self.lookup, self.models, self.drafts[0])
+        self.clock, self.budget, self.seconds = clock, budget, [0.0] * len(levels)
+        self.estimate = [np.full((num_slots, LENGTH), np.nan) for _ in levels]
+        if self.lookup is not None:
+            self.estimate[0] = self.lookup.last_estimates
 
-    def estimates(self, level: int, slots: np.ndarray) -> np.ndarray:
-        """[n, N] of the tokens that a level has drafted, by its own account."""
-        if level == 0 and self.lookup is not None:
-            return self.lookup.last_estimates[slots]
-        return np.full((len(slots), LENGTH), np.nan)
+    def goes_on(self, level: int, slots: np.ndarray) -> np.ndarray:
+        """bool [n], see `HostProgram`; of fixed drafts, always."""
+        if self.budget is None or level != self.selection.top:
+            return np.ones(len(slots), dtype=bool)
+        counts = self.drafts[level].counts[slots]
+        return self.budget.goes_on(level, slots, self.estimate[level][slots], counts)
 
     def _draft(self, batch, level, slots, requested):
+        if level or self.lookup is None:
+            place = batch.end[slots, None] + np.arange(LENGTH)
+            self.estimate[level][slots] = self.levels[level].confidence[slots[:, None], place]
+        if level == 0 and self.lookup is None and 0 in self.selection.levels:
+            self.lowest.goes_on = lambda now: self.goes_on(0, now)
         began = self.clock.now
         drafts = super()._draft(batch, level, slots, requested)
         self.seconds[level] = self.clock.now - began
@@ -144,20 +156,32 @@ class TimedCascade(Cascade):
         feeder, began = self.selection.below(level)[0], self.clock.now
         before, drafted = self.drafts[level].counts[slots], below.counts[slots]
         ended = super()._verify(batch, level, slots, requested, below)
-        if self.verified is not None:
-            self.verified(
+        if self.budget is not None:
+            self.budget.budget.level_verified(
                 feeder,
                 level,
                 slots,
                 requested=requested,
                 drafted=drafted,
-                estimates=self.estimates(feeder, slots),
+                estimates=self.estimate[feeder][slots],
                 accepted=self.drafts[level].counts[slots] - before - 1,
                 computed=self.levels[level].fed,
                 drafting_seconds=self.seconds[level - 1],
                 verifying_seconds=self.clock.now - began,
             )
-        return ended
+        return ended | ~self.goes_on(level, slots)
+
+
+class EndingDrafts(LowestLevel):
+    """Drafts of a model that end where a budget says so."""
+
+    def _draft_from_model(self, batch, slots, requested):
+        drafts, open_ = self.drafts, requested > 0
+        while open_.any():
+            active = np.flatnonzero(open_)
+            now = slots[active]
+            ended = append_own(self.models, drafts, batch, 0, now, None)
+            open_[active] = (drafts.counts[now] < requested[active]) & ~ended & self.goes_on(now)
 
 
 class Proposal:
@@ -169,9 +193,7 @@ class Proposal:
         self.cascade, self.has_lookup = cascade, cascade.lookup is not None
         self.everything = self.selection = cascade.everything
         self.requested, self.draft_length = torch.zeros(2, 1, size, dtype=torch.int32)
-        self.estimate = [cascade.estimates(k, np.arange(size)) for k in range(len(cascade.levels))]
-        if self.has_lookup:
-            self.estimate[0] = cascade.lookup.last_estimates
+        self.estimate = cascade.estimate
 
     def begin(self, batch: DraftBatch, slots: np.ndarray, most: int) -> None:
         """Of these requests; `requested` and `draft_length` are of them."""
@@ -231,11 +253,10 @@ class Serving:
         self.budget = None
         if self.fixed is None:
             self.budget = HostBudget(is_lookup, lengths, lengths, self.size, 1, None)
-        told = None if self.budget is None else self.budget.budget.level_verified
         if self.budget is not None and not is_lookup:
             self.levels[0].timed = self.budget.timed
         options = [LevelOptions(length) for length in lengths]
-        self.cascade = TimedCascade(self.levels, options, self.size, self.clock, told)
+        self.cascade = TimedCascade(self.levels, options, self.size, self.clock, self.budget)
         self.proposal, self.most = Proposal(self.cascade, self.size), lengths[-1]
         self.ends = 4 + (np.arange(self.size) * 37) % REQUEST
         self.numbers = self.ends // REQUEST

@@ -37,10 +37,13 @@ class Plan:
         verify: [M + 1] float64, that the target reads m more tokens of all requests together, in
             accepted tokens; what is more than M costs as much.
         selection: levels and draft lengths; None for all that are configured.
+        further: in accepted tokens, a further pass of the model that drafts for the target, of all
+            requests, and each token that it adds.
     """
 
     verify: np.ndarray
     selection: StepLevels | None = None
+    further: tuple[float, float] = (0.0, 0.0)
 
 
 class DraftBudget:
@@ -109,8 +112,10 @@ class DraftBudget:
         if not size or target.times.empty:
             # Nothing is known yet.
             return Plan(np.zeros(1))
-        verify = target.prices(size, running)
-        return Plan(verify, self._select(slots, most, verify, target.rate(running), offer, late))
+        verify, rate = target.prices(size, running), target.rate(running)
+        selected = self._select(slots, most, verify, rate, offer, late)
+        pass_ = rate * float(self._seconds(selected.top, size))
+        return Plan(verify, selected, (pass_, float(verify[size]) / size))
 
     def _select(
         self,
@@ -151,7 +156,36 @@ class DraftBudget:
                 return self._path(top, feeders, lengths)
         if gains[best][0] <= 0:
             return StepLevels()
-        return self._path(best, feeders, gains[best][1])
+        lengths = gains[best][1]
+        if best or not self.whole:
+            # A model's draft ends by its rows, see `goes_on`.
+            lengths = np.where(lengths > 0, most, 0)
+        return self._path(best, feeders, lengths)
+
+    def goes_on(
+        self,
+        level: int,
+        slots: np.ndarray,
+        estimates: np.ndarray,
+        drafted: np.ndarray,
+        prices: tuple[float, float],
+    ) -> np.ndarray:
+        """bool [n], for which drafts of a model for the target a further pass is worth its price.
+
+        Args:
+            level: that drafts.
+            slots: [n] int64.
+            estimates: [n, width] float64, see `level_verified`.
+            drafted: [n] int64 tokens; there are no estimates after them.
+            prices: see `Plan.further`.
+        """
+        row, places = self.rows[level, self.target], np.arange(estimates.shape[1])
+        each = self.acceptance.corrected(row, np.nan_to_num(estimates), places)
+        each = np.minimum(each * self.acceptance.scale(row, slots)[:, None], 1.0)
+        survival = np.where(places < drafted[:, None], each, 1.0).prod(1)
+        gain = survival * self.acceptance.ahead(row, slots, 1)[:, 0] - prices[1]
+        worth: np.ndarray = (gain > 0) & (gain[gain > 0].sum() >= prices[0])
+        return worth
 
     def _cheapest_paths(
         self, size: int, offer: LookupResult | None, late: Sequence[float]

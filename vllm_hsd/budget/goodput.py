@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_hsd.budget.acceptance import MEMORY
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE
 
-# Margin against the winner's curse: the best of several noisy estimates is biased upwards.
-_MARGIN = 1.1
+# Decay with each step: what pays changes with the text, within a few sentences.
+MEMORY = 0.9
+# Drafts hardly gain below it.
+_HARDLY = 1.1
 # A price that nothing pays.
 FORBIDDEN = 1e9
 
@@ -36,7 +37,7 @@ class Goodput:
         """Tokens per second at the goodput reached, which is at least that without drafts."""
         at = self.times.nearest(size)
         gain = max(self.emitted[at] / self.spent[at], 1.0)
-        return float(_MARGIN * gain * size / self.times.seconds(size))
+        return float(gain * size / self.times.seconds(size))
 
     def prices(self, drafting: int, size: int) -> np.ndarray:
         """[M + 1] float64 tokens that it costs to verify m tokens of `drafting` of `size` requests.
@@ -76,8 +77,7 @@ class Goodput:
         hold a prompt, whose time says nothing. In vain, it is asked for ever more seldom.
         """
         at = self.times.nearest(size)
-        # Soon where drafts hardly gain.
-        hardly = self.emitted[at] < _MARGIN * self.spent[at]
+        hardly = self.emitted[at] < _HARDLY * self.spent[at]
         if self.times.age(size) <= (FIRST_PAUSE if hardly else LONGEST_PAUSE):
             self.unmeasured.pop(at, None)
             return False

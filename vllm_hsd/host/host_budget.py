@@ -50,6 +50,7 @@ class HostBudget:
         self.verified = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = self.searching = 0.0
+        self.further = 0.0, 0.0
         self.branches = branches
 
     def step_ended(
@@ -77,6 +78,12 @@ class HostBudget:
             self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
         self.began = now
 
+    def goes_on(
+        self, level: int, slots: np.ndarray, estimates: np.ndarray, drafted: np.ndarray
+    ) -> np.ndarray:
+        """Whether a model's drafts are worth a further pass, see `DraftBudget.goes_on`."""
+        return self.budget.goes_on(level, slots, estimates, drafted, self.further)
+
     def timed(self, level: int, tokens: int, seconds: float) -> None:
         """A level has drafted a token, or read what it had missed, in one pass."""
         if level or not self.budget.whole:
@@ -103,7 +110,7 @@ class HostBudget:
             self.searching = clock.seconds() - began
         late = self._late(program, state, left[drafts])
         plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late))
-        selected = plan.selection
+        selected, self.further = plan.selection, plan.further
         if offer is not None:
             self.budget.searched(len(slots), self.searching)
         if selected is None:

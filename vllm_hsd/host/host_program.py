@@ -36,6 +36,9 @@ class HostProgram(Program):
         listener: told of every draft that a level verifies: `DraftBudget.level_verified`.
         timed: called with a level, the tokens of a pass that verified nothing, and its seconds.
         estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
+        goes_on: called with the level that drafts for the target, [n] slots, [n, width] estimates
+            of their tokens and [n] how many there are, after each pass: bool [n], whether another
+            one is worth its price, see `DraftBudget.goes_on`. None: until all drafts are full.
 
     Attributes:
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
@@ -53,12 +56,14 @@ class HostProgram(Program):
         listener: Callable[..., None] | None = None,
         estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
         timed: Callable[[int, int, float], None] | None = None,
+        goes_on: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.max_rounds, self.caches = max_rounds, caches
         self.counts, self.chosen = counts, chosen
         self.listener, self.estimates, self.timed = listener, estimates, timed
+        self.goes_on = goes_on
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
         self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
@@ -269,6 +274,7 @@ class HostProgram(Program):
             computed = self._pass(state, 0, wants, first + step, step=step)
             if self.timed is not None and self.sources is None:
                 self.timed(0, computed, clock.seconds() - began)
+            self._end_drafts(state, 0, wants, np.full(state.batch, step))
             step, every = step + 1, open_
         if self.sources is not None:
             self.sources.choose(state)
@@ -328,6 +334,34 @@ class HostProgram(Program):
                     drafting_seconds=drafted - began,
                     verifying_seconds=clock.seconds() - drafted,
                 )
+            self._end_drafts(state, level, wants, before)
+
+    def _end_drafts(
+        self, state: ProposalState, level: int, wants: np.ndarray, before: np.ndarray
+    ) -> None:
+        """Estimate new tokens by their rows; end drafts that are not worth another pass.
+
+        What a round has added stays, as it is: a round is lossless wherever it ends.
+
+        Args:
+            wants: bool [B], requests whose drafts a pass has made longer.
+            before: [B] int, their tokens before it.
+        """
+        rows, drafted = state.rows[level], state.drafted[level].numpy()
+        if self.goes_on is None or rows is None or (self.sources is not None and not level):
+            return
+        new = wants[:, None] & (np.arange(rows.shape[1]) >= before[:, None])
+        new &= np.arange(rows.shape[1]) < drafted[:, None]
+        request, place = new.nonzero()
+        # The largest probability at temperature 1; what it is worth is learned.
+        logits = rows[torch.from_numpy(request), torch.from_numpy(place)].float()
+        sure = torch.exp(logits.amax(1) - logits.logsumexp(1))
+        self.estimate[level][self.slots[request], place] = sure.numpy()
+        if level != self.selection.top:
+            return
+        slots, requested = self.slots[wants], state.requested[level].numpy()
+        more = self.goes_on(level, slots, self.estimate[level][slots], drafted[wants])
+        requested[wants] = np.where(more, requested[wants], drafted[wants])
 
     def _pass(
         self,

@@ -81,6 +81,7 @@ class HostSpeculator(BaseSpeculator):
             listener=None if self.budget is None else self.budget.budget.level_verified,
             estimates=None if self.budget is None else estimates,
             timed=None if self.budget is None else self.budget.timed,
+            goes_on=None if self.budget is None or self.thresholds else self.budget.goes_on,
         )
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
