@@ -50,6 +50,7 @@ class SeveralDrafts:
             temperature=_floats(_SLOTS),
             **Filters(*requests)._asdict(),
             seeds=_longs(_SLOTS),
+            most_drafted=_empty(_SLOTS),
             scales=_floats(1),
             max_model_len=_LONGEST,
         )

@@ -139,6 +139,7 @@ class Cascade:
             temperature=_floats(self.slots),
             **_filters(self.slots)._asdict(),
             seeds=_longs(self.slots),
+            most_drafted=_empty(self.slots),
             scales=_floats(len(self.lengths)),
             max_model_len=self.max_model_len,
         )
