@@ -18,6 +18,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.draft_lengths import GET_DRAFT_TOKENS
 from vllm_hsd.host.drawn_branches import DrawnBranches
+from vllm_hsd.host.forced_tokens import UPDATE_REQUESTS
 from vllm_hsd.host.head_sources import HeadSources
 from vllm_hsd.host.hooks import RUNNER, replace_on
 from vllm_hsd.host.host_branches import HostBranches
@@ -70,6 +71,8 @@ def serve(runner: Any) -> None:
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         if runner.device.type == "cpu":
             replace_on(runner.draft_tokens_handler, GET_DRAFT_TOKENS, by=runner)
+        if isinstance(speculator, HostSpeculator):
+            replace_on(runner, UPDATE_REQUESTS, by=speculator)
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, parameters, speculator
         )

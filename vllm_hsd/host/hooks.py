@@ -15,6 +15,7 @@ from vllm_hsd.host.registry import Registry
 _MODULES = (
     "engine_hooks",
     "request_keys",
+    "forced_tokens",
     "metrics",
     "vllm_names",
     "replacements",
