@@ -2,6 +2,7 @@
 
 import pytest
 from support.adapters import write_adapter
+from support.eagle3_head import write_eagle3_head
 from support.engines import ids, in_process, run_engine
 from support.level_files import cascade
 from support.marks import slow
@@ -56,8 +57,17 @@ ENGINES = {
         "num_gpu_blocks_override": 9,
         "block_size": 32,
     },
+    "as on a GPU": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
 }
+PATCHES = {"as on a GPU": "host.test_request_keys:as_on_a_gpu"}
 SLOW = ("adaptive", "next to a model")
+
+
+def as_on_a_gpu() -> None:
+    """Proposals of a fixed schedule, which the host does not read."""
+    from vllm_hsd.config import platform
+
+    platform.read_on_host = lambda: False
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +104,7 @@ def jobs(plain) -> dict:
 @pytest.fixture(scope="module", params=[*(n for n in ENGINES if n not in SLOW), *slow(*SLOW)])
 def results(request, family, jobs) -> tuple[str, dict]:
     engine = {"model": family.target, **ENGINES[request.param](family)}
-    return request.param, run_engine(engine, jobs)
+    return request.param, run_engine(engine, jobs, patch=PATCHES.get(request.param))
 
 
 def test_no_key_changes_a_text(results, plain):
@@ -110,19 +120,25 @@ def test_no_key_changes_a_text(results, plain):
 def test_drafts_follow_the_keys(results):
     name, found = results
     assert all(level["drafted"] == 0 for level in found["none"]["levels"])
-    drafted, accepted = (
-        found["equal"]["counters"][f"spec_decode_num_{each}_tokens"]
-        for each in ("draft", "accepted")
-    )
-    if "model" not in name:
-        # All but the first token of each step.
-        assert accepted == drafted
-    assert accepted > LENGTH // 2
-    assert found["both"]["counters"]["spec_decode_num_draft_tokens"] > 0
-    steps = found["both"]["counters"]["spec_decode_num_drafts"]
-    assert found["both"]["counters"]["spec_decode_num_draft_tokens"] <= 2 * steps
+    *_, level = found["equal"]["levels"]
+    # All but the first token of each step; a GPU may draft after the last one.
+    assert level["drafted"] - level["accepted"] <= 6 or "model" in name
+    assert level["accepted"] > LENGTH // 2
+    *_, level = found["both"]["levels"]
+    assert 0 < level["drafted"] <= 2 * level["rounds"]
     if name.startswith("chunked"):
         assert sum(job["counters"]["num_preemptions"] for job in found.values()) > 0
+
+
+@pytest.mark.slow
+def test_next_to_a_head(family, jobs, plain, tmp_path):
+    """vLLM's own drafter runs the head."""
+    head = write_eagle3_head(family.target, tmp_path, trained=True)
+    engine = {"model": family.target, **cascade({"sources": [PREDICTION, {"eagle3": head}]})}
+    found = run_engine(engine, {name: jobs[name] for name in ("greedy", "none", "equal")})
+    assert ids(found["greedy"]) == ids(found["none"]) == ids(plain["greedy"])
+    assert found["none"]["counters"]["spec_decode_num_accepted_tokens"] == 0
+    assert found["equal"]["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
 
 
 def test_adapters(family, tmp_path):
