@@ -2,9 +2,10 @@
 
     python -m benchmarks.studies.request_keys
 
-A file is written anew with an edit, the old one is the prediction and not in the prompt; JSON
-follows a schema of 20 keys. No speculation and one cascade, which every request uses as its keys
-say, take turns at temperature 0, one request at a time.
+A file is the answer, and the prediction is what it was before an edit, which is not in the prompt:
+with another name in all places, a line less and a line more. JSON follows a schema of 20 keys. No
+speculation and one cascade, which every request uses as its keys say, take turns at temperature 0,
+one request at a time.
 """
 
 import argparse
@@ -21,14 +22,11 @@ from benchmarks.common import RESULTS, options
 from benchmarks.models.qwen_coder import qwen_coder
 from vllm_hsd.tools.engine import EngineProcess, Generation
 
-FILES = {
-    "a class `Inventory` of a shop's stock (add, remove, price, total, report)": (
-        "Name the class `Warehouse` instead."
-    ),
-    "functions that read a CSV file of temperatures and print a table of statistics": (
-        "Print the table as Markdown."
-    ),
-}
+# What is asked for, a name in the answer, and that name before the edit.
+FILES = (
+    ("a class `Warehouse` (add, remove, price, total, report)", "Warehouse", "Inventory"),
+    ("functions that print statistics of a CSV file of temperatures", "temperature", "reading"),
+)
 KEYS = (
     *("title", "subtitle", "author_name", "author_country", "publisher", "publication_year"),
     *("language", "number_of_pages", "genre", "main_character", "opening_sentence", "setting"),
@@ -49,16 +47,14 @@ CASCADE = {
     "levels": [{"sources": [{"prediction": {}}, {"suffix": {}}]}],
 }
 ENGINE = {
-    "dtype": "bfloat16",
     "max_model_len": 2048,
     "max_num_seqs": 4,
     "kv_cache_memory_bytes": 1 << 29,
     "enable_prefix_caching": False,
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
-PLAIN, UNSAID, SAID, WRONG, OFF = (
-    *("no speculation", "suffix alone", "prediction", "a wrong prediction", "switched off"),
-)
+PLAIN, UNSAID, SAID = "no speculation", "suffix alone", "prediction"
+WRONG = "a wrong prediction"
 FREE, FORCED = "without forced tokens", "with forced tokens"
 
 
@@ -69,6 +65,14 @@ def chat(llm: Any, request: str) -> list[int]:
     )
     found: list[int] = llm.get_tokenizer().encode(text)
     return found
+
+
+def before_the_edit(text: str, new: str, old: str) -> str:
+    """A file with another name, without one of its lines and with one that it does not have."""
+    lines = text.replace(new, old).split("\n")
+    del lines[len(lines) // 3]
+    lines.insert(2 * len(lines) // 3, "    # Not done yet.")
+    return "\n".join(lines)
 
 
 def force(llm: Any, switched_on: bool) -> None:
@@ -101,20 +105,14 @@ class Study:
         self.tasks = tasks
 
     def edits(self) -> None:
-        """Every file with its edit, with the old file as prediction; a wrong one is reversed."""
-        prompts = {
-            file: [
-                self.plain.call(chat, f"Write {file}: 60 lines of Python. {edit}")
-                for edit in ("", edit)
-            ]
-            for file, edit in [*FILES.items()][: self.tasks]
-        }
-        old = [self._answer(self.plain, before).token_ids[0] for before, _ in prompts.values()]
+        """Every file, with the old one as prediction; a wrong one has its words in reverse."""
         tasks = []
-        for i, (_, prompt) in enumerate(prompts.values()):
-            wrong = [*reversed(old[i])]
-            keys = {SAID: {"hsd_prediction": old[i]}, WRONG: {"hsd_prediction": wrong}}
-            keys |= {PLAIN: {}, UNSAID: {}, OFF: {"hsd_num_tokens": 0}}
+        for file, new, old in FILES[: self.tasks]:
+            prompt = self.plain.call(chat, f"Write {file}: 60 lines of Python without comments.")
+            before = before_the_edit(self._answer(self.plain, prompt).texts[0], new, old)
+            keys: dict[str, dict[str, Any]] = {PLAIN: {}, UNSAID: {}}
+            keys[SAID] = {"hsd_prediction": before}
+            keys[WRONG] = {"hsd_prediction": " ".join(reversed(before.split(" ")))}
             tasks.append((prompt, keys))
         self._compare("edit of a file", tasks)
 
@@ -158,7 +156,10 @@ class Study:
             differ = sum(a.token_ids != b.token_ids for a, b in zip(answers, plain, strict=True))
             cell = {"group": group, "batch_size": 1, "temperature": 0.0, "configuration": name}
             row = cell | times(answers, plain) | counts(answers) | {"greedy_differences": differ}
-            row |= {"dtype": ENGINE["dtype"], "max_tokens": self.params["max_tokens"]}
+            row |= {
+                "dtype": self.plain.engine_args["dtype"],
+                "max_tokens": self.params["max_tokens"],
+            }
             self.table.add([row])
 
     def _answer(
@@ -173,8 +174,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="answers of each way to each task")
     parser.add_argument("--max-tokens", type=int, default=400, help="of an answer")
     parser.add_argument("--tasks", type=int, default=2, help="most files, and most books")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
+    parser.add_argument("--cases", nargs="+", default=["edits", "grammars"], help="what to answer")
     given = parser.parse_args()
-    engine = {**ENGINE, "model": os.path.relpath(qwen_coder(given.size))}
+    engine = {**ENGINE, "dtype": given.dtype, "model": os.path.relpath(qwen_coder(given.size))}
     environment = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     table = Table(Path(given.output, "request_keys.csv"))
     with ExitStack() as stack:
@@ -183,8 +186,8 @@ def main() -> None:
             for more in ({}, {"speculative_config": CASCADE})
         )
         study = Study(plain, cascade, table, given.rounds, given.max_tokens, given.tasks)
-        study.edits()
-        study.grammars()
+        for case in given.cases:
+            getattr(study, case)()
     print(json.dumps(table.rows, indent=1))
 
 
