@@ -85,6 +85,7 @@ def stage_kernel(
     request_top_p_ptr,  # float32 [max_num_reqs]
     request_min_p_ptr,  # float32 [max_num_reqs]
     request_seed_ptr,  # int64 [max_num_reqs]
+    most_drafted_ptr,  # int32 [max_num_reqs]
     scale_ptr,  # float32 [L]
     num_reqs,
     max_model_len,
@@ -104,6 +105,8 @@ def stage_kernel(
     drafts = real & (sampled > 0) & (length >= WINDOW)
     longest = tl.load(lengths_ptr + LEVELS - 1)
     room = tl.minimum(longest.to(tl.int64), max_model_len - MARGIN - length)
+    most = tl.load(most_drafted_ptr + slot, mask=real, other=0)
+    room = tl.minimum(room, most)
     requested = tl.where(drafts, tl.maximum(room, 0), 0).to(tl.int32)
     base = tl.where(drafts, length - WINDOW, 0)
     lane = tl.arange(0, LANES)

@@ -257,7 +257,8 @@ def test_speculative_config_with_dashes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_answers_what_a_runner_asks(kind):
-    values = {"early_exit": 2, "ngram": {}, "suffix": {}, "mtp": {}, "sources": [{"ngram": {}}]}
+    values = {"early_exit": 2, "ngram": {}, "suffix": {}, "prediction": {}, "mtp": {}}
+    values["sources"] = [{"ngram": {}}]
     value = values.get(kind, "path")
     (level,) = CascadeConfig.parse(hsd({kind: value})).levels
     assert level.kind == kind and getattr(level, kind) is not None

@@ -21,6 +21,7 @@ from vllm_hsd.cascade.head_steps import HeadInputs, next_tokens, place_entry, re
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
 from vllm_hsd.cascade.ngram_rows import NgramRows, Runs
+from vllm_hsd.cascade.prediction_lookup import PredictionLookup
 from vllm_hsd.cascade.program import Program, ProgramSources
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState, row_dtypes
 from vllm_hsd.cascade.schedule import compile_schedule
@@ -141,6 +142,7 @@ class Cascade:
             temperature=_floats(self.slots),
             **_filters(self.slots)._asdict(),
             seeds=_longs(self.slots),
+            most_drafted=_empty(self.slots),
             scales=_floats(len(self.lengths)),
             max_model_len=self.max_model_len,
         )
@@ -195,11 +197,12 @@ class Cascade:
             "ngram": partial(lookup_ngram, shortest=1, longest=4),
             "suffix": SuffixLookup(self._texts if self.store else None, 0.05, meta, shared),
             "bigram": lambda state, text: lookup_bigram(state, successor),
+            "prediction": PredictionLookup(self.slots, self.max_model_len, meta),
         }
         if self.lowest != "sources":
             return each.get(self.lowest)
         curve, table = (_empty(n, dtype=torch.float64) for n in (128, self.vocab_size))
-        estimates = (Estimates(curve, False), None, Estimates(table, True))
+        estimates = (Estimates(curve, False), None, Estimates(table, True), None)
         lookups = list(islice(cycle(zip(each.values(), estimates, strict=True)), self.sources))
         length = max(self.lengths[0], self.horizontal_tokens)
         size = {"rows": self.rows, "batch": self.capacity}
@@ -457,6 +460,7 @@ class SeveralDrafts:
             temperature=_floats(_SLOTS),
             **_filters(_SLOTS)._asdict(),
             seeds=_longs(_SLOTS),
+            most_drafted=_empty(_SLOTS),
             scales=_floats(1),
             max_model_len=_LONGEST,
         )

@@ -31,7 +31,7 @@ ALL = (
     *SHORT,
     Cascade((1, 3, 8)),
     *(Cascade(n, method=m) for m in METHODS for n in ((3, 8), (2, 2, 2, 8))),
-    *(Cascade(n, k) for k in ("ngram", "bigram") for n in ((8,), (1, 2, 8))),
+    *(Cascade(n, k) for k in ("ngram", "bigram", "prediction") for n in ((8,), (1, 2, 8))),
     Cascade((3, 8), exits=(0,)),
     *(Cascade((1, 3, 8), unsure=levels) for levels in ((0,), (1,), (2,), (0, 1, 2))),
     *(Cascade((3, 8), kind, unsure=(1,), unverified=(1,)) for kind in ("model", "ngram")),

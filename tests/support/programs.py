@@ -194,6 +194,7 @@ class Engine:
         without = torch.zeros(MAX_NUM_REQS)
         self.filters = Filters(without.int(), without + 1, without)
         self.seeds = torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g)
+        self.most_drafted = torch.full((MAX_NUM_REQS,), MAX_MODEL_LEN, dtype=torch.int32)
         equal = "none" in verifiers or horizontal_tokens
         scales = [1.0] * 3 if equal else [0.75, 1.0, 1.5]
         self.scales = torch.tensor(scales[: len(lengths)])
@@ -220,6 +221,7 @@ class Engine:
             temperature=self.temperature,
             **self.filters._asdict(),
             seeds=self.seeds,
+            most_drafted=self.most_drafted,
             scales=self.scales,
             max_model_len=MAX_MODEL_LEN,
         )

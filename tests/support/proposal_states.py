@@ -185,6 +185,9 @@ def runner_tensors(seed: int, num_reqs: int, window: int) -> dict:
     temperature = torch.rand(MAX_NUM_REQS, generator=g) + 0.5
     temperature[::3] = 0
     temperature[1::5] *= -1
+    # A request that drafts little, and one that drafts nothing.
+    most_drafted = torch.full((MAX_NUM_REQS,), 99, dtype=torch.int32)
+    most_drafted[(seed + torch.arange(2)) % MAX_NUM_REQS] = torch.tensor([0, 2], dtype=torch.int32)
     return {
         "index": index,
         "text": torch.randint(0, 5, (MAX_NUM_REQS, MAX_MODEL_LEN), generator=g, dtype=torch.int32),
@@ -195,5 +198,6 @@ def runner_tensors(seed: int, num_reqs: int, window: int) -> dict:
         "top_p": torch.rand(MAX_NUM_REQS, generator=g),
         "min_p": torch.rand(MAX_NUM_REQS, generator=g),
         "seeds": torch.randint(-(2**62), 2**62, (MAX_NUM_REQS,), generator=g),
+        "most_drafted": most_drafted,
         "max_model_len": MAX_MODEL_LEN,
     }

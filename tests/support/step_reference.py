@@ -27,6 +27,7 @@ def stage(
     top_p,
     min_p,
     seeds,
+    most_drafted,
     scales,
     max_model_len,
     verified=-1,
@@ -40,7 +41,8 @@ def stage(
         slot = int(index[b]) if b < len(index) else -1
         n = int(length[slot]) if slot >= 0 else 0
         drafts = slot >= 0 and int(num_sampled[b]) > 0 and n >= window
-        requested = max(min(own, max_model_len - schedule.margin - n), 0) if drafts else 0
+        room = min(max_model_len - schedule.margin - n, int(most_drafted[slot]))
+        requested = max(min(own, room), 0) if drafts else 0
         state.slot[b] = slot
         state.base[b] = n - window if drafts else 0
         state.window[b, :window] = text[slot, n - window : n] if drafts else 0

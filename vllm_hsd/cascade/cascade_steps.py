@@ -32,14 +32,15 @@ def stage(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     seeds: torch.Tensor,
+    most_drafted: torch.Tensor,
     scales: torch.Tensor,
     max_model_len: int,
     verified: int = -1,
 ) -> None:
     """Begin a proposal: read what the target's step has left and forget the last proposal.
 
-    A request drafts nothing if it has sampled nothing, if its text is shorter than the window, or
-    if there is no room before max_model_len.
+    A request drafts nothing if it has sampled nothing, if its text is shorter than the window, if
+    it is to draft nothing, or if there is no room before max_model_len.
 
     Args:
         state: of at least len(index) requests; the others become padding.
@@ -51,6 +52,7 @@ def stage(
         temperature: float32 [max_num_reqs]; 0 is greedy, a negative one coupled.
         top_k, top_p, min_p: [max_num_reqs], see `Filters`.
         seeds: int64 [max_num_reqs].
+        most_drafted: int32 [max_num_reqs], most tokens of a proposal.
         scales: float32 [L], factor on the temperature for each level.
         max_model_len: most tokens of a text.
         verified: the level whose drafts the target has verified in this step.
@@ -82,6 +84,7 @@ def stage(
         top_p,
         min_p,
         seeds,
+        most_drafted,
         scales,
         index.shape[0],
         max_model_len,

@@ -72,7 +72,7 @@ def most_with_branches(hsd: CascadeConfig) -> int:
 def searches_texts(levels: Iterable[LevelConfig]) -> bool:
     """Whether a level searches the requests' own texts."""
     kinds = {source.kind for level in levels for source in level.drafters}
-    return not kinds.isdisjoint(("ngram", "suffix", "ngram_model"))
+    return not kinds.isdisjoint(("ngram", "suffix", "ngram_model", "prediction"))
 
 
 def by_batch_size(hsd: CascadeConfig, limit: int) -> list[tuple[int, int, int]]:

@@ -218,8 +218,9 @@ class HostedBranches:
         several, width = np.zeros(batch.num_reqs, dtype=bool), length + 1
         if drafts is not None and length == self.length:
             # What a request is padded with while its prompt is read are no drafts; and longer lists
-            # are of requests that the last proposal did not draft for.
+            # are of requests that the last proposal did not draft for, or forced by a grammar.
             several = (drafts > length) & (drafts < self.most * width) & ~batch.is_prefilling_np
+            several &= ~self.chained[batch.idx_mapping_np[: batch.num_reqs]]
         rows_of = -(-scheduled // width)
         if not uniform:
             # Attention has room for max_num_seqs rows: a list in one row is its chain, and nothing

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.adaptive_verification import BoundedConfidence
+from vllm_hsd.cascade.prediction_lookup import PredictionLookup
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.config.sizes import searches_texts
@@ -18,6 +19,7 @@ from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.draft_lengths import GET_DRAFT_TOKENS
 from vllm_hsd.host.drawn_branches import DrawnBranches
+from vllm_hsd.host.forced_tokens import UPDATE_REQUESTS
 from vllm_hsd.host.head_sources import HeadSources
 from vllm_hsd.host.hooks import RUNNER, replace_on
 from vllm_hsd.host.host_branches import HostBranches
@@ -58,7 +60,9 @@ def serve(runner: Any) -> None:
     parameters = RequestParameters(sampler.sampling_states, couples_all)
     if isinstance(speculator, BaseSpeculator | HeadSources):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
-        if shared := _shared_outputs(speculator.lookup):
+        lookups = _lookups(speculator.lookup)
+        parameters.predictions = [each for each in lookups if isinstance(each, PredictionLookup)]
+        if shared := _shared_outputs(lookups):
             replace_on(runner, f"{RUNNER}.finish_requests", by=(runner.req_states, shared))
     if isinstance(speculator, BaseSpeculator):
         if searches_texts(speculator.hsd.levels):
@@ -67,6 +71,8 @@ def serve(runner: Any) -> None:
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         if runner.device.type == "cpu":
             replace_on(runner.draft_tokens_handler, GET_DRAFT_TOKENS, by=runner)
+        if isinstance(speculator, HostSpeculator):
+            replace_on(runner, UPDATE_REQUESTS, by=speculator)
         runner.rejection_sampler = CascadeRejectionSampler(
             sampler, runner.speculative_config, runner.device, parameters, speculator
         )
@@ -103,9 +109,12 @@ def serve(runner: Any) -> None:
     )
 
 
-def _shared_outputs(lookup: Any) -> list[SharedOutputs]:
-    found = [each for each, _ in lookup.lookups] if isinstance(lookup, SourcesLookup) else [lookup]
-    suffixes = [each for each in found if isinstance(each, SuffixLookup)]
+def _lookups(lookup: Any) -> list[Any]:
+    return [each for each, _ in lookup.lookups] if isinstance(lookup, SourcesLookup) else [lookup]
+
+
+def _shared_outputs(lookups: list[Any]) -> list[SharedOutputs]:
+    suffixes = [each for each in lookups if isinstance(each, SuffixLookup)]
     return [each.shared for each in suffixes if each.shared is not None]
 
 

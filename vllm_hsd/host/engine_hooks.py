@@ -97,18 +97,26 @@ def validate_spec_decode(original, self, speculative_config):
     ("self", "draft_token_ids"),
     why="schedules the draft token that a grammar refuses, to be verified with the target's row: "
     "without asynchronous scheduling, as on a CPU, vLLM ends the draft before it, and so by what "
-    "was drawn",
+    "was drawn; and puts what a grammar forces in the place of drafts",
     until="vLLM verifies it without asynchronous scheduling too",
     issue=NONE_FILED,
 )
 def update_draft_token_ids(original, self, draft_token_ids):
+    from vllm_hsd.host.forced_tokens import force
+
+    forced = force(self, draft_token_ids)
     original(self, draft_token_ids)
     if not isinstance(self.vllm_config.speculative_config, NeedsHooks):
         return
     drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
     for name, tokens in drafts:
         request = self.requests.get(name)
-        if request is None or not request.use_structured_output or request.is_prefill_chunk:
+        if (
+            request is None
+            or name in forced
+            or not request.use_structured_output
+            or request.is_prefill_chunk
+        ):
             continue
         if len(request.spec_token_ids) < len(tokens):
             # As asynchronous scheduling pads it: the mask of its row, and then of none.

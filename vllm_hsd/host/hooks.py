@@ -14,6 +14,8 @@ from vllm_hsd.host.registry import Registry
 # Modules whose import fills the registry, in the order in which their replacements are made.
 _MODULES = (
     "engine_hooks",
+    "request_keys",
+    "forced_tokens",
     "metrics",
     "vllm_names",
     "replacements",

@@ -13,12 +13,15 @@ import numpy as np
 import torch
 
 from vllm_hsd.budget.source_choice import SourcesLookup
+from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import Lookup
 from vllm_hsd.host.base_speculator import BaseSpeculator
+from vllm_hsd.host.device_counts import DeviceCounts
+from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_budget import HostBudget
 from vllm_hsd.host.host_estimates import estimates_of
@@ -32,11 +35,45 @@ class HostSpeculator(BaseSpeculator):
     Attributes:
         caches: what the levels have computed.
         budget: with `adaptive`; None without.
+        forced: int64 [max_num_reqs], tokens of a draft that a grammar has forced, 0 for others.
     """
 
     program: HostProgram
     caches: LevelCaches
     budget: HostBudget | None = None
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.counts = DeviceCounts(self.state.counts, (*self.counts.host.sources, FORCED))
+        self.forced = np.zeros(self.max_num_reqs, dtype=np.int64)
+
+    @property
+    def drawn(self) -> torch.Tensor | None:
+        """See `BaseSpeculator.drawn`; forced tokens are point masses."""
+        drawn = super().drawn
+        if not self.forced.any():
+            return drawn
+        kept = torch.from_numpy(self.forced == 0).float()
+        return kept if drawn is None else drawn * kept
+
+    def take_forced(self, forced: dict[str, list[int]]) -> None:
+        """Let the target verify these tokens of requests, by name, instead of what was drafted."""
+        state, states, row = self.state, self.req_states, self.counts.host.rows[-1]
+        for name, tokens in forced.items():
+            slot, count = states.req_id_to_index[name], len(tokens)
+            at = int(state.row_of_slot[slot])
+            if at < 0:
+                # No draft was proposed for it, so none is verified.
+                continue
+            row[Count.drafted] += count
+            states.draft_tokens[slot, :count] = torch.tensor(tokens)
+            state.draft_length[at] = self.forced[slot] = count
+            # What the levels have drafted is not verified, and not in the text that they go on in.
+            self.program.awaited[slot] = False
+            if self.budget is not None:
+                self.budget.verified[slot] = False
+            computed = self.caches.computed[:, slot]
+            np.minimum(computed, int(states.total_len.gpu[slot]) - 1, out=computed)
 
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         self.buckets: dict[int, ProposalState] = {}
@@ -199,11 +236,16 @@ class HostSpeculator(BaseSpeculator):
         self.caches.step_began(input_batch, entered)
         new = slots[entered[slots]]
         entered[new] = False
+        accepted = np.maximum(num_sampled.numpy() - 1, 0)
+        if self.branches is not None:
+            accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
         if self.program.chosen is not None:
-            accepted = np.maximum(num_sampled.numpy() - 1, 0)
-            if self.branches is not None:
-                accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
             self.program.verified(slots, accepted)
+        kept = int(np.minimum(accepted, self.forced[slots]).sum())
+        self.counts.host.rows[-1, Count.accepted] += kept
+        # What a step has accepted is counted for the level whose drafts it was to verify.
+        self.state.counts[self.program.selection.top, COUNTS.accepted] -= kept
+        self.forced[slots] = 0
         if self.budget is not None:
             sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
             self.budget.step_ended(input_batch, self.program, sampled, rejected)

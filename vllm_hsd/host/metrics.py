@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.spec_decode.metrics import logger as vllm_logger
 
 from vllm_hsd.cascade.counters import Count, LevelCounts
+from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.hooks import REGISTRY
 from vllm_hsd.host.registry import NONE_FILED
 
@@ -111,7 +112,9 @@ def count(counts: LevelCounts, engine: int) -> None:
                 counter.labels(str(engine), str(i)).inc(row[column])
     for name, row in zip(counts.sources, rows[counts.num_levels :], strict=True):
         for key, counter in zip(SOURCE_COUNTERS, _counters("source"), strict=True):
-            counter.labels(str(engine), "0", name).inc(row[Count[key]])
+            # Not every server has a grammar.
+            if name != FORCED or row[Count[key]]:
+                counter.labels(str(engine), "0", name).inc(row[Count[key]])
 
 
 def level_counts() -> list[dict[str, float]]:

@@ -8,11 +8,15 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
+from vllm_hsd.cascade.prediction_lookup import PredictionLookup
+from vllm_hsd.host.request_keys import NUM_TOKENS, PREDICTION
 from vllm_hsd.kernels.filter_rows import Filters
+
+UNLIMITED = 2**31 - 1
 
 
 class RequestParameters:
-    """Temperatures with the sign of the rule, and filters.
+    """Temperatures with the sign of the rule, filters, and the keys of `host.request_keys`.
 
     A request with a seed is coupled: its tokens are those that vLLM draws for that seed without
     speculation, whatever is drafted.
@@ -26,6 +30,7 @@ class RequestParameters:
         filtered: bool [max_num_reqs] on the host, sampled with top-k, top-p or min-p.
         entered: bool [max_num_reqs] on the host, of slots with a new or resumed request; whoever
             takes note of one resets it.
+        predictions: what drafts from predicted texts.
     """
 
     def __init__(self, states: Any, couples_all: bool) -> None:
@@ -34,6 +39,10 @@ class RequestParameters:
         self.filtered = np.zeros(states.max_num_reqs, dtype=bool)
         self.entered = np.zeros(states.max_num_reqs, dtype=bool)
         self.signed = UvaBackedTensor(states.max_num_reqs, dtype=torch.float32)
+        self.limits = UvaBackedTensor(states.max_num_reqs, dtype=torch.int32)
+        self.limits.np.fill(UNLIMITED)
+        self.limits.copy_to_uva()
+        self.predictions: list[PredictionLookup] = []
         self.changed = False
 
     def add_request(self, slot: int) -> None:
@@ -50,10 +59,24 @@ class RequestParameters:
         self.signed.np[slot] = -temperature if self.coupled[slot] else temperature
         self.changed = True
 
+    def add_keys(self, slot: int, prompt_tokens: int, keys: dict[str, Any] | None) -> None:
+        """Take over what a slot's new request says of its drafts.
+
+        Args:
+            prompt_tokens: of the request.
+            keys: its `extra_args`, as `host.request_keys` has checked them.
+        """
+        keys = keys or {}
+        self.limits.np[slot] = keys.get(NUM_TOKENS, UNLIMITED)
+        self.changed = True
+        for predictions in self.predictions:
+            predictions.add_request(slot, prompt_tokens, keys.get(PREDICTION, ()))
+
     def copy_changed(self) -> None:
         """Once in a step, before anything reads `temperature`."""
         if self.changed:
             self.signed.copy_to_uva()
+            self.limits.copy_to_uva()
             self.changed = False
 
     @property
@@ -66,9 +89,15 @@ class RequestParameters:
         """int64 [max_num_reqs]."""
         return self.states.seeds.gpu
 
+    @property
+    def most_drafted(self) -> torch.Tensor:
+        """int32 [max_num_reqs], most tokens of a draft."""
+        return self.limits.gpu
+
     def tensors(self) -> dict[str, Any]:
         """All of them by the names of the arguments of `cascade_steps.stage`."""
         named = {"temperature": self.temperature, "seeds": self.seeds}
+        named["most_drafted"] = self.most_drafted
         return named | self.filters._asdict()
 
     @property

@@ -270,7 +270,7 @@ def add_sampling_state(original, sampler: BlockRejectionSampler, req_idx, sampli
 @REGISTRY.replaces_on_runner(
     f"{_SAMPLER}.add_request",
     ("self", "req_idx", "sampling_params"),
-    why="remembers requests that need more than our kernels apply",
+    why="remembers requests that need more than our kernels apply, and what they say of drafts",
     until="vLLM's kernels apply temperature, top-k, top-p and min-p",
     issue=NONE_FILED,
 )
@@ -283,6 +283,8 @@ def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_para
         or sampling_params.logprobs is not None
         or sampling_params.structured_outputs is not None
     )
+    prompt_tokens = int(sampler.sampler.req_states.prompt_len.np[req_idx])
+    parameters.add_keys(req_idx, prompt_tokens, sampling_params.extra_args)
     filtered = parameters.filtered[req_idx]
     sampler.processed[req_idx] = needed[req_idx] or (filtered and parameters.coupled[req_idx])
     temperature = sampler.sampler.sampling_states.temperature.np[req_idx]

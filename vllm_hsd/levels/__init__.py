@@ -13,6 +13,7 @@ from vllm_hsd.levels import (
     mtp,
     ngram,
     ngram_model,
+    prediction,
     sources,
     suffix,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "mtp",
     "ngram",
     "ngram_model",
+    "prediction",
     "sources",
     "suffix",
 ]

@@ -1,0 +1,207 @@
+"""Tokens that a grammar forces: drafted in the place of drafts, and no text changes."""
+
+import json
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from support.engines import ids, run_engine, run_jobs
+from support.level_files import cascade
+from support.marks import slow
+from support.odd_requests import TOKENIZER
+
+from vllm_hsd.host import forced_tokens
+from vllm_hsd.host.forced_tokens import ATTRIBUTE, FORCED, force
+
+KEYS = ("the_first_of_all_keys", "another", "and_the_last")
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"enum": [f"{key}_is_long", None]} for key in KEYS},
+    "required": list(KEYS),
+    "additionalProperties": False,
+}
+PROMPTS = [TOKENIZER.encode(text) for text in ("abc", "def fed", "a cab a bed", "0123", "{", "cdc")]
+JSON = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 150}
+FREE = {"max_tokens": 40, "temperature": 0}
+OFF = {"extra_args": {"hsd_num_tokens": 0}}
+JOBS = {
+    "greedy": {"prompts": PROMPTS, "params": {**JSON, "temperature": 0}},
+    "seeded": {"prompts": PROMPTS, "params": [{**JSON, "seed": i} for i in range(6)]},
+    "few tokens": {
+        "prompts": PROMPTS,
+        "params": [{**JSON, "temperature": 0, "max_tokens": 20 + i} for i in range(6)],
+    },
+    "next to others": {
+        "prompts": PROMPTS,
+        "params": [{**JSON, "temperature": 0} if i % 2 else FREE for i in range(6)],
+        "arrive": [0, 1, 2, 3, 4, 5],
+    },
+    "off": {"prompts": PROMPTS, "params": {**JSON, "temperature": 0, **OFF}},
+}
+LEVELS = {
+    "prediction": lambda family: cascade({"prediction": {}}, num_speculative_tokens=6),
+    "branches": lambda family: {
+        **cascade({"sources": [{"ngram": {}}, {"suffix": {}}], "branches": 3}),
+        "max_model_len": 512,
+    },
+    "two models": lambda family: cascade(
+        {"model": family.small, "num_tokens": 3}, {"model": family.mid}, num_speculative_tokens=6
+    ),
+    "adaptive": lambda family: cascade({"model": family.small}, adaptive=True),
+    "next to a model": lambda family: cascade(
+        {"sources": [{"ngram": {}}, {"model": family.small}]}
+    ),
+}
+SLOW = ("adaptive", "next to a model")
+GRAMMARS = {
+    "skip_tokenizer_init": False,
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+
+
+def counted(llm, jobs: dict) -> dict:
+    """Results of jobs, with their forced tokens, drafted and accepted."""
+    results = {}
+    for name, job in jobs.items():
+        before = _forced()
+        results |= run_jobs(llm, {name: job})
+        results[name][FORCED] = [now - then for now, then in zip(_forced(), before, strict=True)]
+    return results
+
+
+def _forced() -> list[float]:
+    from vllm_hsd.host import metrics
+
+    found = []
+    for counter in metrics._counters("source"):
+        samples = next(iter(counter.collect())).samples
+        mine = [s for s in samples if s.labels.get("source") == FORCED and "_total" in s.name]
+        found.append(sum(sample.value for sample in mine))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(text_family) -> dict:
+    return run_engine({"model": text_family.target, **GRAMMARS}, JOBS)
+
+
+@pytest.fixture(scope="module", params=[*(n for n in LEVELS if n not in SLOW), *slow(*SLOW)])
+def results(request, text_family) -> tuple[str, dict]:
+    engine = {"model": text_family.target, **GRAMMARS, **LEVELS[request.param](text_family)}
+    return request.param, run_engine(engine, JOBS, work=counted)
+
+
+def test_forced_tokens_change_no_text(results, plain):
+    _, found = results
+    for name in JOBS:
+        assert ids(found[name]) == ids(plain[name]), name
+    for output in found["greedy"]["outputs"]:
+        assert list(json.loads(output[0]["text"])) == list(KEYS)
+
+
+def test_they_are_drafted_and_counted(results):
+    name, found = results
+    drafted, accepted = found["greedy"][FORCED]
+    assert 0.9 * drafted < accepted <= drafted
+    assert accepted > 6 * len("".join(KEYS))
+    counters, levels = found["greedy"]["counters"], found["greedy"]["levels"]
+    assert levels[-1]["accepted"] == counters["spec_decode_num_accepted_tokens"] - accepted
+    if name == "prediction":
+        # Without a prediction nothing else is drafted.
+        assert levels[0]["drafted"] == 0
+    assert found["off"][FORCED] == [0, 0]
+    assert all(level["drafted"] == 0 for level in found["off"]["levels"])
+
+
+def drafts_something_else() -> None:
+    forced_tokens.forced_tokens = lambda grammar, tokenizer: TOKENIZER.encode('{"th}}')
+
+
+def test_wrong_tokens_change_no_text(text_family, plain):
+    """A rule that takes for forced what is not: grammar and target refuse it."""
+    engine = {"model": text_family.target, **GRAMMARS, **LEVELS["two models"](text_family)}
+    patch = "host.test_forced_tokens:drafts_something_else"
+    found = run_engine(engine, {"greedy": JOBS["greedy"]}, work=counted, patch=patch)["greedy"]
+    assert ids(found) == ids(plain["greedy"])
+
+
+class Grammar:
+    """Of xgrammar's kind: text that must follow, of which tokens up to `valid` are allowed."""
+
+    def __init__(self, text: str, valid: int = 99) -> None:
+        self.matcher = SimpleNamespace(find_jump_forward_string=lambda: text)
+        self.valid = valid
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens[: self.valid]
+
+
+class Other(Grammar):
+    """Of a backend that says nothing of what must follow."""
+
+    def __init__(self) -> None:
+        self.valid = 99
+
+
+class Guidance(Other):
+    """Of llguidance's kind, which says it in tokens."""
+
+    ll_matcher = SimpleNamespace(compute_ff_tokens=lambda: [7, 8])
+
+
+LIMITED = SimpleNamespace(extra_args={"hsd_num_tokens": 1})
+
+
+def request_of(grammar, **more) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{
+            "use_structured_output": True,
+            "is_prefill_chunk": False,
+            "is_finished": lambda: False,
+            "structured_output_request": SimpleNamespace(grammar=grammar, reasoning_ended=None),
+            "sampling_params": SimpleNamespace(extra_args=None),
+            "max_tokens": 50,
+            "num_output_tokens": 0,
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (request_of(Grammar("abcdefgh")), 5),
+        (request_of(Grammar("abcdefgh", valid=2)), 2),
+        (request_of(Grammar("")), None),
+        (request_of(Other()), None),
+        (request_of(Grammar("abc"), is_prefill_chunk=True), None),
+        (request_of(Grammar("abc"), is_finished=lambda: True), None),
+        (request_of(Grammar("abc"), use_structured_output=False), None),
+        (request_of(Grammar("abc"), max_tokens=10, num_output_tokens=7), 2),
+        (request_of(Grammar("abc"), max_tokens=10, num_output_tokens=9), None),
+        (request_of(Grammar("abc"), sampling_params=LIMITED), 1),
+        (request_of(Guidance()), 2),
+    ],
+)
+@pytest.mark.parametrize("reasons", [False, True])
+def test_when_tokens_are_forced(request_, expected, reasons):
+    manager = SimpleNamespace(
+        tokenizer=TOKENIZER, enable_in_reasoning=False, reasoner_cls=object() if reasons else None
+    )
+    hsd = SimpleNamespace(several_drafts=False, num_speculative_tokens=5)
+    scheduler = SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(hsd=hsd)),
+        requests={"a": request_},
+        structured_output_manager=manager,
+    )
+    drafts = SimpleNamespace(req_ids=["a", "gone"], draft_token_ids=[[1, 2, 3], [4]])
+    with mock.patch("vllm_hsd.config.platform.read_on_host", lambda: True):
+        found = force(scheduler, drafts)
+    if expected is None or reasons:
+        assert not found and drafts.draft_token_ids == [[1, 2, 3], [4]]
+    else:
+        assert len(found["a"]) == expected and drafts.draft_token_ids == [found["a"], [4]]
+    assert getattr(scheduler, ATTRIBUTE) == found

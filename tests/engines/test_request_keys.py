@@ -1,0 +1,233 @@
+"""What a request says of its drafts: predictions, draft lengths; none of it changes a text."""
+
+import pytest
+from support.adapters import write_adapter
+from support.eagle3_head import write_eagle3_head
+from support.engines import ids, in_process, run_engine
+from support.level_files import cascade
+from support.marks import slow
+
+PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 12 * i)] for i in range(8)]
+LENGTH = 40
+GREEDY = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
+SEEDED = [{**GREEDY, "temperature": 1, "seed": i} for i in range(8)]
+PREDICTION = {"prediction": {}}
+
+
+def said(params: list[dict], keys: list[dict]) -> list[dict]:
+    return [{**each, "extra_args": key} for each, key in zip(params, keys, strict=True)]
+
+
+def predicted(answers: list[list[int]]) -> list[dict]:
+    """A prediction for each answer: right, edited, wrong, too long or none."""
+    one, two, three, four, _, six, seven, _ = answers
+    predictions = [
+        one,
+        [*two[:9], *two[14:]],
+        [*three[:9], 3, 4, 5, *three[9:]],
+        [63 - token for token in four],
+        [],
+        six + [7] * 150,
+        [*reversed(seven)],
+    ]
+    return [*({"hsd_prediction": tokens} for tokens in predictions), {"other": "key"}]
+
+
+def lengths() -> list[dict]:
+    return [{"hsd_num_tokens": n} for n in (0, 1, 2, 3, 0, 99, 4, 5)]
+
+
+BASE = {
+    "greedy": {"prompts": PROMPTS, "params": GREEDY},
+    "seeded": {"prompts": PROMPTS, "params": SEEDED},
+}
+
+ENGINES = {
+    "alone": lambda family: cascade(PREDICTION, num_speculative_tokens=6),
+    "adaptive": lambda family: cascade(PREDICTION, num_speculative_tokens=6, adaptive=True),
+    "sources": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
+    "next to a model": lambda family: cascade({"sources": [PREDICTION, {"model": family.small}]}),
+    "below a model": lambda family: cascade(
+        {**PREDICTION, "num_tokens": 3}, {"model": family.mid}, num_speculative_tokens=6
+    ),
+    "chunked prefill and preemption": lambda family: {
+        **cascade(PREDICTION, num_speculative_tokens=4),
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 9,
+        "block_size": 32,
+    },
+    "as on a GPU": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
+}
+PATCHES = {"as on a GPU": "host.test_request_keys:as_on_a_gpu"}
+SLOW = ("adaptive", "next to a model")
+
+
+def as_on_a_gpu() -> None:
+    """Proposals of a fixed schedule, which the host does not read."""
+    from vllm_hsd.config import platform
+
+    platform.read_on_host = lambda: False
+
+
+@pytest.fixture(scope="module")
+def plain(family) -> dict:
+    return run_engine({"model": family.target}, BASE)
+
+
+@pytest.fixture(scope="module")
+def jobs(plain) -> dict:
+    keys = predicted(ids(plain["greedy"]))
+    # What a seed draws is predicted as well as what is greedy.
+    drawn = predicted(ids(plain["seeded"]))
+    one = [{"hsd_prediction": ids(plain["greedy"])[2]}]
+    return {
+        "greedy": {"prompts": PROMPTS, "params": said([GREEDY] * 8, keys)},
+        "seeded": {"prompts": PROMPTS, "params": said(SEEDED, drawn)},
+        "lengths": {"prompts": PROMPTS, "params": said([GREEDY] * 8, lengths())},
+        "none": {"prompts": PROMPTS, "params": said([GREEDY] * 8, [{"hsd_num_tokens": 0}] * 8)},
+        "equal": {"prompts": PROMPTS[2:3], "params": said([GREEDY], one)},
+        "both": {
+            "prompts": PROMPTS[2:3],
+            "params": said([GREEDY], [{**one[0], "hsd_num_tokens": 2}]),
+        },
+        "siblings": {
+            "prompts": PROMPTS[:2],
+            "params": said(
+                [{**SEEDED[0], "n": 3}, {**SEEDED[1], "n": 3}],
+                [{"hsd_prediction": ids(plain["seeded"])[i]} for i in range(2)],
+            ),
+        },
+    }
+
+
+@pytest.fixture(scope="module", params=[*(n for n in ENGINES if n not in SLOW), *slow(*SLOW)])
+def results(request, family, jobs) -> tuple[str, dict]:
+    engine = {"model": family.target, **ENGINES[request.param](family)}
+    return request.param, run_engine(engine, jobs, patch=PATCHES.get(request.param))
+
+
+def test_no_key_changes_a_text(results, plain):
+    _, found = results
+    assert ids(found["greedy"]) == ids(plain["greedy"])
+    assert ids(found["seeded"]) == ids(plain["seeded"])
+    assert ids(found["lengths"]) == ids(found["none"]) == ids(plain["greedy"])
+    assert ids(found["equal"]) == ids(found["both"]) == ids(plain["greedy"])[2:3]
+    # The first sibling draws with the seed itself.
+    assert ids(found["siblings"]) == ids(plain["seeded"])[:2]
+
+
+def test_drafts_follow_the_keys(results):
+    name, found = results
+    assert all(level["drafted"] == 0 for level in found["none"]["levels"])
+    *_, level = found["equal"]["levels"]
+    # All but the first token of each step; a GPU may draft after the last one.
+    assert level["drafted"] - level["accepted"] <= 6 or "model" in name
+    assert level["accepted"] > LENGTH // 2
+    *_, level = found["both"]["levels"]
+    assert 0 < level["drafted"] <= 2 * level["rounds"]
+    if name.startswith("chunked"):
+        assert sum(job["counters"]["num_preemptions"] for job in found.values()) > 0
+
+
+@pytest.mark.slow
+def test_next_to_a_head(family, jobs, plain, tmp_path):
+    """vLLM's own drafter runs the head."""
+    head = write_eagle3_head(family.target, tmp_path, trained=True)
+    engine = {"model": family.target, **cascade({"sources": [PREDICTION, {"eagle3": head}]})}
+    found = run_engine(engine, {name: jobs[name] for name in ("greedy", "none", "equal")})
+    assert ids(found["greedy"]) == ids(found["none"]) == ids(plain["greedy"])
+    assert found["none"]["counters"]["spec_decode_num_accepted_tokens"] == 0
+    assert found["equal"]["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
+
+
+def test_adapters(family, tmp_path):
+    """One prediction under three adapters."""
+    first, second = (write_adapter(tmp_path / str(i), family.target, seed=i) for i in (1, 2))
+    lora = {"model": family.target, "enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    job = {"prompts": PROMPTS[:6], "params": GREEDY, "adapters": [None, first, second] * 2}
+    expected = ids(run_engine(lora, {"a": job})["a"])
+    job = {**job, "params": said([GREEDY] * 6, [{"hsd_prediction": expected[1]}] * 6)}
+    found = run_engine({**lora, **cascade(PREDICTION)}, {"a": job})["a"]
+    assert ids(found) == expected
+    assert found["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
+
+
+REFUSED = {
+    "is no key": {"hsd_predictions": [1]},
+    "give text or a list": {"hsd_prediction": 7},
+    "give text or": {"hsd_prediction": [1, True]},
+    "has no tokenizer": {"hsd_prediction": "abc"},
+    "outside the vocabulary of 64": {"hsd_prediction": [63, 64]},
+    "token -1": {"hsd_prediction": [-1]},
+    "max_model_len is 256": {"hsd_prediction": [1] * 257},
+    "0 for none": {"hsd_num_tokens": -1},
+    "give the most": {"hsd_num_tokens": True},
+    "of a draft": {"hsd_num_tokens": "2"},
+}
+
+
+def refusals(llm, requests: list[dict]) -> list[str]:
+    """What an engine says of each request's `extra_args`; it goes on serving."""
+    from vllm import SamplingParams
+
+    said = []
+    for keys in requests:
+        params = SamplingParams(max_tokens=2, extra_args=keys)
+        try:
+            llm.generate([{"prompt_token_ids": [5, 6]}], params, use_tqdm=False)
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+        assert params.extra_args == keys
+    return said
+
+
+def test_keys_are_refused_in_one_sentence(family):
+    engine = {"model": family.target, **cascade(PREDICTION)}
+    right = {"hsd_prediction": (5, 6), "hsd_num_tokens": 2**31 - 1, "mine": "x"}
+    *found, served = run_engine(engine, [*REFUSED.values(), right], work=refusals)
+    for sentence, mistake in zip(REFUSED, found, strict=True):
+        assert sentence in mistake and mistake.count(". ") == 0 and mistake.endswith(".")
+    assert served == ""
+
+
+def test_servers_that_do_not_draft_from_it(family):
+    keys = [{"hsd_prediction": [5]}, {"hsd_num_tokens": 1}]
+    engine = {"model": family.target, **cascade({"ngram": {"max": 3}})}
+    lacks, served = run_engine(engine, keys, work=refusals)
+    assert "no source of this server drafts from it" in lacks and served == ""
+    config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    config["rejection_sample_method"] = "hierarchical"
+    stock = {"model": family.target, "speculative_config": config}
+    assert all("vLLM's own drafter" in each for each in run_engine(stock, keys, work=refusals))
+
+
+def openai_fields() -> list:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    from vllm_hsd.host.hooks import install
+
+    install()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = {"messages": [{"role": "user", "content": "x"}]}
+    fields = [
+        {},
+        {"prediction": {"type": "content", "content": "abc"}},
+        {"prediction": {"type": "content", "content": parts}, "vllm_xargs": {"hsd_num_tokens": 3}},
+        {"prediction": {"type": "content", "content": 5}},
+        {"prediction": None},
+    ]
+    requests = [ChatCompletionRequest(**message, **each) for each in fields]
+    return [request.to_sampling_params(5, {}).extra_args for request in requests]
+
+
+def test_the_field_of_openai():
+    assert in_process(openai_fields, {}) == [
+        None,
+        {"hsd_prediction": "abc"},
+        {"hsd_prediction": "ab", "hsd_num_tokens": 3},
+        {"hsd_prediction": 5},
+        None,
+    ]

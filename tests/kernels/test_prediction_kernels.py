@@ -1,0 +1,157 @@
+"""Predicted texts on the device against the same rule in plain numpy, number for number."""
+
+import numpy as np
+import pytest
+from support.marks import slow
+from support.proposal_states import MAX_NUM_REQS, poison
+from support.suffix_requests import Requests, markov
+
+from vllm_hsd.cascade import prediction_lookup
+from vllm_hsd.cascade.level import Texts
+from vllm_hsd.cascade.prediction import LONGEST, Prediction, PredictionLevel
+from vllm_hsd.cascade.prediction_lookup import PredictionLookup
+
+WIDTH = 70
+
+
+class Compared:
+    """The same predictions on the device, between poisoned memory, and on the host.
+
+    Args:
+        predictions: (tokens of the prompt, predicted tokens) of each request.
+    """
+
+    def __init__(self, predictions, width=WIDTH) -> None:
+        self.lookup, self.plain = PredictionLookup(MAX_NUM_REQS, width, "cpu"), PredictionLevel()
+        poison(self.lookup.tokens)
+        for i, (begin, tokens) in enumerate(predictions):
+            self.lookup.add_request(MAX_NUM_REQS - 1 - i, begin, tokens)
+            self.plain.predictions[i] = Prediction(np.array(tokens[:width], np.int32), begin)
+
+    def drafts(self, texts, requested) -> list[list[int]]:
+        """Drafts after (committed, drafted) texts, equal on both."""
+        requests = Requests(texts, requested)
+        state, rows = requests.state, np.arange(len(texts))
+        # As many tokens are committed as `Requests` says, whatever is drafted after them.
+        self.plain.read(Texts(requests.tokens, rows, rows, requests.committed))
+        inputs = Texts(requests.tokens, rows, rows, requests.ends), requests.requested
+        expected, ends = self.plain.lookup(*inputs), state.end.clone()
+        offers = self.lookup(state, requests.text)
+        width = expected.token_ids.shape[1]
+        assert offers.counts[0].tolist() == expected.counts.tolist()
+        assert (offers.token_ids[0, :, :width].numpy() == expected.token_ids).all()
+        assert (offers.confidence[0, :, :width].numpy() == expected.confidence).all()
+        assert state.drafted[0].tolist() == (state.end - ends).tolist() == expected.counts.tolist()
+        for i, known in self.plain.predictions.items():
+            facts = [len(known.tokens), known.begin, known.place, known.at]
+            assert self.lookup.facts[MAX_NUM_REQS - 1 - i].tolist() == facts
+        requests.guarded.assert_guards()
+        return [
+            state.window[b, end : end + count].tolist()
+            for b, (end, count) in enumerate(zip(ends.tolist(), expected.counts, strict=True))
+        ]
+
+
+def one(prediction, begin=2):
+    """Drafts of one request whose text grows."""
+    compared = Compared([(begin, prediction)])
+    return lambda text, drafted=(), most=3: compared.drafts([(text, drafted)], [most])[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2, *slow(*range(10, 40))])
+def test_growing_texts(seed, monkeypatch):
+    """Several chunks, unverified ends, requests that draft nothing or have no prediction."""
+    monkeypatch.setattr(prediction_lookup, "search_chunk", lambda *_: 16)
+    rng = np.random.default_rng(seed)
+    vocabulary = int(rng.integers(2, 12))
+    texts = [markov(rng, int(rng.integers(40, 120)), vocabulary) for _ in range(4)]
+    edited = [np.delete(text, rng.integers(0, len(text), 5)) for text in texts]
+    begins = [int(rng.integers(2, 9)) for _ in texts]
+    predictions = [(b, text[b:].tolist()) for b, text in zip(begins, edited, strict=True)]
+    compared = Compared([*predictions[:3], (begins[3], [])])
+    ends, drafted = np.array(begins) + 1, 0
+    for _ in range(12):
+        above = [rng.integers(0, vocabulary, rng.integers(0, 3)) for _ in texts]
+        given = [(text[:end], more) for text, end, more in zip(texts, ends, above, strict=True)]
+        drafts = compared.drafts(given, rng.integers(0, 8, 4).tolist())
+        assert not drafts[3]
+        drafted += sum(map(len, drafts))
+        ends = np.minimum(ends + rng.integers(1, 6, 4), [len(text) for text in texts])
+    assert drafted
+
+
+@pytest.mark.interpret
+def test_it_goes_on_from_where_the_answer_stands():
+    draft = one([10, 11, 12, 13, 14])
+    assert draft([1, 2, 10]) == [11, 12, 13]
+    assert draft([1, 2, 10, 11, 12, 13]) == [14]
+    # The prediction has ended.
+    assert draft([1, 2, 10, 11, 12, 13, 14]) == []
+
+
+def test_it_finds_its_place_after_a_difference():
+    draft = one([10, 11, 12, 13, 14, 15, 16])
+    assert draft([1, 2, 10, 11]) == [12, 13, 14]
+    # Tokens that it does not have, then those that it goes on with; tokens that are left out.
+    assert draft([1, 2, 10, 11, 90]) == []
+    assert draft([1, 2, 10, 11, 90, 91, 12]) == [13, 14, 15]
+    assert draft([1, 2, 10, 11, 90, 91, 12, 15]) == [16]
+
+
+def test_the_longest_match_then_the_nearest_place():
+    """As predicted, then after the last place, then before it."""
+    draft = one([5, 6, 7, 5, 8, 9, 5, 6, 4])
+    assert draft([1, 2, 5], most=1) == [6]
+    assert draft([1, 2, 5, 6, 7, 5], most=1) == [8]
+    assert draft([1, 2, 5, 6, 7, 5, 33, 5], most=1) == [8]
+    assert draft([1, 2, 5, 6, 7, 5, 33, 5, 8, 9, 5, 6, 4, 33, 7], most=1) == [5]
+    again = one([5, 1, 5, 2, 5, 3])
+    assert again([1, 2, 5, 1, 5], most=1) == [2]
+    assert again([1, 2, 5, 1, 5, 33, 5], most=1) == [3]
+    assert again([1, 2, 5, 1, 5, 33, 34, 5], most=1) == [3]
+    again = one([5, 1, 5, 2, 5, 3])
+    assert again([1, 2, 5, 1, 5], most=1) == [2]
+    assert again([1, 2, 5, 1, 5, 33, 34, 5], most=1) == [2]
+
+
+def test_the_prompt_is_not_matched():
+    """Its last tokens stand in the prediction, before what the answer does not begin with."""
+    draft = one([7, 3, 4, 1, 2, 7, 6], begin=2)
+    assert draft([1, 2, 7]) == [3, 4, 1]
+    assert one([7, 3], begin=2)([1, 2]) == []
+
+
+def test_an_unverified_end_moves_nothing():
+    draft = one([10, 11, 12, 10, 13])
+    assert draft([1, 2, 10], [11, 12]) == [10, 13]
+    assert draft([1, 2, 10], [11, 12, 10]) == [13]
+    assert draft([1, 2, 10]) == [11, 12, 10]
+
+
+def test_longer_matches_than_are_compared():
+    """Runs of one token: nearest to where an answer that goes on as predicted stands."""
+    run = [4] * (LONGEST + 9)
+    draft = one([*run, 8, 9])
+    assert draft([1, 2, *run[:-1]]) == [4, 8, 9]
+
+
+def test_a_prediction_that_does_not_fit_is_cut():
+    draft = Compared([(2, [*range(10, 30)])], width=5).drafts
+    assert draft([([1, 2, 12], [])], [8]) == [[13, 14]]
+
+
+def test_a_slot_that_is_given_to_another_request():
+    compared = Compared([(2, [10, 11, 12])])
+    assert compared.drafts([([1, 2, 10, 11], [])], [4]) == [[12]]
+    compared.lookup.add_request(MAX_NUM_REQS - 1, 3, [])
+    compared.plain.predictions[0] = Prediction(np.zeros(0, np.int32), 3)
+    assert compared.drafts([([1, 2, 10, 11], [])], [4]) == [[]]
+
+
+def test_padding_drafts_nothing():
+    compared = Compared([(2, [10, 11, 12])])
+    requests = Requests([([1, 2, 10], []), ([1, 2, 10], [])], [2, 0])
+    requests.state.slot[1], requests.state.base[1] = -1, 0
+    compared.lookup(requests.state, requests.text)
+    assert requests.state.drafted[0].tolist() == [2, 0]
+    requests.guarded.assert_guards()

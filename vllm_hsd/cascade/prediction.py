@@ -1,0 +1,98 @@
+"""A predicted text as a source, in plain numpy: what follows the place where the answer stands.
+
+What the kernels of `cascade.prediction_lookup`, which serves, compute. The place is the end of the
+longest match, of at most `LONGEST` tokens, between the prediction and the end of the answer. Of
+equally long ones it is the one at which an answer that went on as predicted would stand, then the
+nearest one after the last place, then the nearest before it. An answer whose last token the
+prediction does not have drafts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
+
+LONGEST = 32
+# A match of m tokens is taken to be right with m / (m + DOUBT), between the bins of `acceptance`.
+DOUBT = 0.8
+
+
+@dataclass
+class Prediction:
+    """Of one request.
+
+    Attributes:
+        tokens: [n] int32.
+        begin: tokens of the prompt.
+        place, at: the last place, and the tokens of the text when it was found.
+    """
+
+    tokens: np.ndarray
+    begin: int
+    place: int = 0
+    at: int = 0
+
+    def __post_init__(self) -> None:
+        self.at = self.begin
+
+    def find(self, text: np.ndarray) -> tuple[int, int]:
+        """(tokens of the longest match, 0 for none; the place in the prediction after it)."""
+        answer = text[self.begin :][::-1][:LONGEST]
+        best, found = (0, 0), 0
+        for place in range(1, len(self.tokens) + 1):
+            before = self.tokens[:place][::-1][:LONGEST]
+            size = min(len(answer), len(before))
+            same = answer[:size] == before[:size]
+            matched = size if same.all() else int(same.argmin())
+            if matched and (matched, -self._rank(place, len(text))) > best:
+                best, found = (matched, -self._rank(place, len(text))), place
+        return best[0], found
+
+    def _rank(self, place: int, length: int) -> int:
+        if place == self.place + length - self.at:
+            return 0
+        if place >= self.place:
+            return 1 + place - self.place
+        return 2 + len(self.tokens) + self.place - place
+
+
+class PredictionLevel(LookupLevel):
+    """Drafts the continuation of each request's prediction; nothing without one.
+
+    Attributes:
+        predictions: by slot.
+    """
+
+    def __init__(self) -> None:
+        self.predictions: dict[int, Prediction] = {}
+        self.committed: dict[int, int] = {}
+
+    def read(self, texts: Texts) -> None:
+        """See `cascade.level.LookupLevel`."""
+        self.committed.update(zip(texts.slots.tolist(), texts.ends.tolist(), strict=True))
+
+    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
+        """See `cascade.level.LookupLevel`."""
+        result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
+        for i in np.flatnonzero(requested):
+            slot, end = int(texts.slots[i]), int(texts.ends[i])
+            if (known := self.predictions.get(slot)) is None:
+                continue
+            matched, place = known.find(texts.tokens[texts.rows[i], :end])
+            if not matched:
+                continue
+            # What is drafted above the committed text may be refused.
+            if end == self.committed.get(slot):
+                known.place, known.at = place, end
+            draft = known.tokens[place : place + int(requested[i])]
+            each = np.full(len(draft), matched / (matched + DOUBT))
+            result.put(i, draft, np.cumprod(each))
+        return result
+
+    def forget(self, slot: int) -> None:
+        """See `cascade.level.LookupLevel`: the prediction stays, its place does not."""
+        if (known := self.predictions.get(slot)) is not None:
+            known.place, known.at = 0, known.begin

@@ -1,0 +1,110 @@
+"""Tokens that a grammar leaves no choice of, drafted in the place of what the levels drafted.
+
+The grammar is known to the scheduler, and the levels' drafts come from the worker. On a CPU the
+scheduler waits for both: it puts forced tokens in the place of a draft, and the worker takes them
+from the step's output, as point masses. Whether there are any follows from the text alone, so a
+draft is never dropped for what was drawn. On a GPU the worker runs ahead of the scheduler and has
+fed its own drafts before the grammar has read the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_hsd.config import platform
+from vllm_hsd.host.hooks import REGISTRY, RUNNER
+from vllm_hsd.host.registry import NONE_FILED
+from vllm_hsd.host.request_keys import NUM_TOKENS
+
+# Name of the source in the counts.
+FORCED = "forced"
+# Of a scheduler, and of what it hands to the worker: name of a request -> its forced tokens.
+ATTRIBUTE = "hsd_forced"
+UPDATE_REQUESTS = f"{RUNNER}.update_requests"
+
+
+def forced_tokens(grammar: Any, tokenizer: Any) -> list[int]:
+    """What must follow, as one of the ways to write it in tokens; empty for other backends."""
+    # xgrammar gives text, of which the grammar allows every tokenization.
+    if (matcher := getattr(grammar, "matcher", None)) is not None:
+        text = matcher.find_jump_forward_string()
+        return tokenizer.encode(text, add_special_tokens=False) if text else []
+    if (matcher := getattr(grammar, "ll_matcher", None)) is not None:
+        return list(matcher.compute_ff_tokens())
+    return []
+
+
+def force(scheduler: Any, draft_token_ids: Any) -> dict[str, list[int]]:
+    """Put forced tokens in the place of drafts, before vLLM reads them.
+
+    Returns:
+        name of a request -> its forced tokens.
+    """
+    hsd = getattr(scheduler.vllm_config.speculative_config, "hsd", None)
+    if hsd is None or hsd.several_drafts or not platform.read_on_host():
+        return {}
+    found = {}
+    for place, name in enumerate(draft_token_ids.req_ids):
+        request = scheduler.requests.get(name)
+        if request is None or request.is_finished() or request.is_prefill_chunk:
+            continue
+        if tokens := _forced(scheduler, request, hsd.num_speculative_tokens):
+            found[name] = draft_token_ids.draft_token_ids[place] = tokens
+    kept = getattr(scheduler, ATTRIBUTE, {}).items()
+    old = {name: tokens for name, tokens in kept if name not in draft_token_ids.req_ids}
+    setattr(scheduler, ATTRIBUTE, old | found)
+    return found
+
+
+def _forced(scheduler: Any, request: Any, longest: int) -> list[int]:
+    manager = scheduler.structured_output_manager
+    if not request.use_structured_output or not _constrained(manager, request):
+        return []
+    grammar = request.structured_output_request.grammar
+    if grammar is None or grammar.is_terminated():
+        return []
+    keys = request.sampling_params.extra_args or {}
+    # The target adds a token to every draft.
+    left = request.max_tokens - request.num_output_tokens - 1
+    room = max(min(longest, keys.get(NUM_TOKENS, longest), left), 0)
+    tokens = forced_tokens(grammar, manager.tokenizer)[:room] if room else []
+    return grammar.validate_tokens(tokens) if tokens else []
+
+
+def _constrained(manager: Any, request: Any) -> bool:
+    """Whether the grammar applies by now: not while a model reasons, unless it is to."""
+    ended = request.structured_output_request.reasoning_ended
+    return bool(manager.enable_in_reasoning or manager.reasoner_cls is None or ended)
+
+
+@REGISTRY.replaces(
+    "vllm.v1.core.sched.scheduler.Scheduler._update_after_schedule",
+    ("self", "scheduler_output"),
+    why="tells the worker which drafts of a step a grammar has forced; vLLM hands it their lengths",
+    until="vLLM drafts what a grammar forces",
+    issue=NONE_FILED,
+)
+def update_after_schedule(original: Any, self: Any, scheduler_output: Any) -> None:
+    if waiting := getattr(self, ATTRIBUTE, None):
+        running, drafts = (
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+        )
+        forced = {name: drafts[name] for name in waiting if drafts.get(name)}
+        setattr(scheduler_output, ATTRIBUTE, forced)
+        # A request may wait for its next step, and keeps its draft.
+        waiting = {n: t for n, t in waiting.items() if n not in running and n in self.requests}
+        setattr(self, ATTRIBUTE, waiting)
+    original(self, scheduler_output)
+
+
+@REGISTRY.replaces_on_runner(
+    UPDATE_REQUESTS,
+    ("self", "scheduler_output"),
+    why="verifies what a grammar has forced in the place of the worker's own drafts",
+    until="vLLM drafts what a grammar forces",
+    issue=NONE_FILED,
+)
+def update_requests(original: Any, speculator: Any, scheduler_output: Any) -> None:
+    original(scheduler_output)
+    speculator.take_forced(getattr(scheduler_output, ATTRIBUTE, {}))
