@@ -47,7 +47,13 @@ def hashed(state) -> None:
 
 
 class Adversary:
-    """Selects by a hash of the text, of the offer and of all that was accepted so far."""
+    """Selects by a hash of the text, of the offer and of all that was accepted so far.
+
+    Attributes:
+        forced: the target verifies other tokens than the draft, as point masses.
+    """
+
+    forced = False
 
     def begin(self, engine: Engine) -> None:
         self.engine, self.history = engine, []
@@ -85,6 +91,34 @@ class ShortensByTheDraft(LooksAtTheDraft):
 
     def drafted(self, draft: list[int]) -> list[int]:
         return draft[:1] if draft[1:2] == [0] else draft
+
+
+class Forces(Adversary):
+    """After some texts other tokens are verified than were drafted, as a grammar forces them."""
+
+    def drafted(self, draft: list[int]) -> list[int]:
+        engine, slot = self.engine, int(self.engine.index[0])
+        length = int(engine.length[slot])
+        bits = zlib.crc32(repr(engine.text[slot, :length].tolist()).encode())
+        tokens = [bits >> 3 & 1, bits >> 4 & 1]
+        self.forced = self.replaces(draft, tokens, bits)
+        if self.forced:
+            computed = engine.program.caches.computed[:, slot]
+            np.minimum(computed, length - 1, out=computed)
+        return tokens if self.forced else draft
+
+    def replaces(self, draft: list[int], tokens: list[int], bits: int) -> bool:
+        return bits % 3 > 0
+
+
+class ForcesWhatDiffers(Forces):
+    """Keeps a draft that begins as what is forced does: biased."""
+
+    def select(self, state) -> None:
+        return None
+
+    def replaces(self, draft: list[int], tokens: list[int], bits: int) -> bool:
+        return draft[:1] != tokens[:1]
 
 
 class EndsByRows(Adversary):
@@ -176,7 +210,8 @@ def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fra
         while len(text) < length:
             [draft] = engine.propose(steps, rule.select)
             used.add(engine.program.selection.levels)
-            draft, rows = rule.drafted(draft), engine.state.rows[-1]
+            draft = rule.drafted(draft)
+            rows = None if rule.forced else engine.state.rows[-1]
             accepted, token = chosen.verify(
                 TARGET.rows((*draft,), len(draft) + 1, text),
                 proposed(None if rows is None else rows[0], draft, VOCABULARY),
@@ -213,13 +248,21 @@ def test_drafts_that_end_by_their_rows_are_lossless(kinds, verifier):
     assert bias(EndsByRows(), kinds, verifier)[0] == 0
 
 
+@pytest.mark.parametrize("kinds", ["lookup", "model", "lookup, model", "model, model"])
+def test_forced_tokens_are_lossless(kinds):
+    assert bias(Forces(), kinds, "block")[0] == 0
+
+
 @pytest.mark.parametrize("kinds", ["lookup", "lookup, model", "model, model"])
 def test_the_budget_is_lossless(kinds):
     found, used = bias(Learning(), kinds, "block")
     assert found == 0 and len(used) > 1
 
 
+MUTANTS = [LooksAtTheDraft, ShortensByTheDraft, EndsByTheDraft, ForcesWhatDiffers]
+
+
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("mutant", [LooksAtTheDraft, ShortensByTheDraft, EndsByTheDraft])
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_selection_by_the_draft_is_caught(mutant, verifier):
     assert bias(mutant(), "model, model", verifier, length=3)[0] > Fraction(1, 1000)
