@@ -184,6 +184,10 @@ bench-family: venv
 bench-budget: venv
 	$(BIN)/python -m benchmarks.studies.simulated_budget $(FROM_PROMPTS)
 
+# A predicted text and forced tokens, below the family's target.
+bench-request-keys: venv
+	$(BIN)/python -m benchmarks.studies.request_keys
+
 # What a step spends its time on, by part of vLLM's runner.
 bench-step-shares: venv
 	$(BIN)/python -m benchmarks.studies.step_shares $(FROM_PROMPTS)

@@ -106,7 +106,7 @@ def stage_kernel(
     longest = tl.load(lengths_ptr + LEVELS - 1)
     room = tl.minimum(longest.to(tl.int64), max_model_len - MARGIN - length)
     most = tl.load(most_drafted_ptr + slot, mask=real, other=0)
-    room = tl.minimum(room, most)
+    room = tl.minimum(room, tl.maximum(most - HORIZONTAL, 0))
     requested = tl.where(drafts, tl.maximum(room, 0), 0).to(tl.int32)
     base = tl.where(drafts, length - WINDOW, 0)
     lane = tl.arange(0, LANES)

@@ -119,7 +119,7 @@ class Stream:
         self.times, self.fixed = times, fixed
         self.budget = None
         if fixed is None:
-            self.budget = DraftBudget([LENGTH, LENGTH], [LENGTH, LENGTH], 1, whole=True)
+            self.budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, [False, True])
 
     def answer(self, answer: Answer) -> float:
         """Seconds of an answer after its first token."""

@@ -120,7 +120,7 @@ def drafts_something_else() -> None:
 def test_wrong_tokens_change_no_text(text_family, plain):
     """A rule that takes for forced what is not: grammar and target refuse it."""
     engine = {"model": text_family.target, **GRAMMARS, **LEVELS["two models"](text_family)}
-    patch = "host.test_forced_tokens:drafts_something_else"
+    patch = "engines.test_forced_tokens:drafts_something_else"
     found = run_engine(engine, {"greedy": JOBS["greedy"]}, work=counted, patch=patch)["greedy"]
     assert ids(found) == ids(plain["greedy"])
 

@@ -59,7 +59,7 @@ ENGINES = {
     },
     "as on a GPU": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
 }
-PATCHES = {"as on a GPU": "host.test_request_keys:as_on_a_gpu"}
+PATCHES = {"as on a GPU": "engines.test_request_keys:as_on_a_gpu"}
 SLOW = ("adaptive", "next to a model")
 
 

@@ -1,6 +1,7 @@
 """The OpenAI server with a cascade: driven by the openai client, then by 64 streams at once."""
 
 import os
+import re
 import time
 import urllib.request
 
@@ -95,7 +96,9 @@ def test_clean_shutdown(server):
             os.killpg(server.process.pid, 0)
             time.sleep(0.2)
     log = server.log.read_text()
-    assert "vllm_hsd/" not in "".join(line for line in log.splitlines() if ' File "' in line)
+    # vLLM's refusals pass through what is replaced; none comes from elsewhere in this package.
+    frames = [line for line in log.splitlines() if ' File "' in line and "vllm_hsd/" in line]
+    assert all(re.search(r"host/(registry|request_keys)\.py", line) for line in frames), frames
     log = log[before:]
     # Where the engine ends before the front end has stopped listening to it, vLLM logs that.
     faults = [line for line in log.splitlines() if "Traceback" in line]

@@ -129,3 +129,35 @@ def test_only_what_is_wanted_runs():
         engine.propose(steps, StepLevels())
         assert passes(engine) == [0, 0]
     assert (engine.length[engine.index.long()] == PROMPT).all()
+
+
+def looked_up(state) -> None:
+    """A lookup that always has as many tokens as were requested."""
+    for b in range(state.batch):
+        start, count = int(state.end[b]), int(state.requested[0, b])
+        assert start + count <= state.window.shape[1]
+        places = torch.arange(start, start + count, dtype=torch.int32)
+        state.window[b, start : start + count] = (7 * places + b) % 3
+        state.end[b], state.drafted[0, b] = start + count, count
+
+
+@pytest.mark.parametrize("lookup", [looked_up, None], ids=["lookup", "model"])
+def test_nothing_is_drafted_for_a_request_whose_draft_has_ended(lookup):
+    """While another request's draft goes on."""
+    engine = Engine((3, 9), batch=2, requests=2, vocabulary=3, lookup=lookup, host=True)
+    first, asked = int(engine.index[0]), []
+
+    def goes_on(level, slots, estimates, drafted):
+        asked.append((slots.tolist(), np.isnan(estimates[:, : drafted.min()]).any()))
+        return slots != first
+
+    engine.program.goes_on, engine.program.ends = goes_on, [False, True]
+    with reference_steps(engine) as steps:
+        drafts = engine.propose(steps)
+    state = engine.state
+    assert len(asked) > 1 and [slots.count(first) for slots, _ in asked] == [1] + [0] * (
+        len(asked) - 1
+    )
+    assert not any(unknown for _, unknown in asked)
+    assert len(drafts[0]) < len(drafts[1]) == 9
+    assert state.end.tolist() == [engine.schedule.window + len(draft) for draft in drafts]

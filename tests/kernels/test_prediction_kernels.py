@@ -80,7 +80,7 @@ def test_growing_texts(seed, monkeypatch):
     assert drafted
 
 
-@pytest.mark.interpret
+@pytest.mark.every_kernel
 def test_it_goes_on_from_where_the_answer_stands():
     draft = one([10, 11, 12, 13, 14])
     assert draft([1, 2, 10]) == [11, 12, 13]

@@ -126,7 +126,8 @@ class EndsByRows(Adversary):
 
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
-        engine.program.goes_on = self.goes_on
+        program = engine.program
+        program.goes_on, program.ends = self.goes_on, [True] * program.schedule.num_levels
 
     def goes_on(self, level: int, slots, estimates: np.ndarray, drafted: np.ndarray) -> np.ndarray:
         seen = [level, self.history, np.round(estimates[0, : drafted[0]], 9).tolist()]
@@ -154,7 +155,9 @@ class Learning(Adversary):
 
         super().begin(engine)
         lengths, program = list(engine.schedule.draft_lengths), engine.program
-        self.budget = HostBudget(program.has_lookup, lengths, lengths, MAX_NUM_REQS, 1, None)
+        program.ends = [k > 0 or not program.has_lookup for k in range(len(lengths))]
+        given = lengths, MAX_NUM_REQS, 1, None, program.ends
+        self.budget = HostBudget(program.has_lookup, lengths, *given)
         program.listener, program.timed = self.budget.budget.level_verified, self.budget.timed
         program.goes_on = self.budget.goes_on
         program.estimates = lambda state, _: np.full((1, lengths[0]), 0.7)
@@ -172,8 +175,7 @@ class Learning(Adversary):
 
     def select(self, state) -> StepLevels:
         self.state = state
-        with mock.patch("vllm_hsd.host.host_budget._agreed", lambda found: found()):
-            selected = self.budget.select(self.engine.program, state, 1, np.array([LENGTH]))
+        selected = self.budget.select(self.engine.program, state, 1, np.array([LENGTH]))
         self.history.append(selected.levels)
         return selected
 
@@ -229,6 +231,7 @@ def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fra
     with (
         reference_steps(engine, **chosen.functions) as steps,
         mock.patch("vllm_hsd.budget.clock.seconds", clock),
+        mock.patch("vllm_hsd.host.host_budget._agreed", lambda found: found()),
     ):
         emitted = distribution_of(generate)
     return distance(extended(emitted, TARGET, length), TARGET.joint(length)), used

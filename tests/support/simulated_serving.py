@@ -252,7 +252,8 @@ class Serving:
         is_lookup = isinstance(self.levels[0], LookupLevel)
         self.budget = None
         if self.fixed is None:
-            self.budget = HostBudget(is_lookup, lengths, lengths, self.size, 1, None)
+            ends = [k > 0 or not is_lookup for k in range(len(lengths))]
+            self.budget = HostBudget(is_lookup, lengths, lengths, self.size, 1, None, ends)
         if self.budget is not None and not is_lookup:
             self.levels[0].timed = self.budget.timed
         options = [LevelOptions(length) for length in lengths]

@@ -41,7 +41,10 @@ def stage(
         slot = int(index[b]) if b < len(index) else -1
         n = int(length[slot]) if slot >= 0 else 0
         drafts = slot >= 0 and int(num_sampled[b]) > 0 and n >= window
-        room = min(max_model_len - schedule.margin - n, int(most_drafted[slot]))
+        room = min(
+            max_model_len - schedule.margin - n,
+            max(int(most_drafted[slot]) - schedule.horizontal_tokens, 0),
+        )
         requested = max(min(own, room), 0) if drafts else 0
         state.slot[b] = slot
         state.base[b] = n - window if drafts else 0

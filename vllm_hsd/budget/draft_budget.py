@@ -55,6 +55,7 @@ class DraftBudget:
         num_slots: requests at the same time.
         whole: level 0 is a lookup, whose drafts take their time whatever their length.
         rows: most drafts of a request that the target verifies together.
+        ends: by level, whether a draft of it for the target is asked to go on after each pass.
 
     Attributes:
         times: seconds of the levels' passes by tokens, and last of the target's steps, which are
@@ -69,9 +70,11 @@ class DraftBudget:
         num_slots: int,
         whole: bool = False,
         rows: int = 1,
+        ends: Sequence[bool] = (),
     ) -> None:
         self.lengths, self.passed_on, self.whole = list(lengths), list(passed_on), whole
         self.target = len(self.lengths)
+        self.ends = list(ends) or [False] * self.target
         self.longest = max(self.lengths)
         # Of the levels that verify, and last of the target.
         self.goodput = [Goodput(rows * (self.longest + 1)) for _ in range(self.target)]
@@ -113,9 +116,8 @@ class DraftBudget:
             # Nothing is known yet.
             return Plan(np.zeros(1))
         verify, rate = target.prices(size, running), target.rate(running)
-        selected = self._select(slots, most, verify, rate, offer, late)
-        pass_ = rate * float(self._seconds(selected.top, size))
-        return Plan(verify, selected, (pass_, float(verify[size]) / size))
+        selected, round_ = self._select(slots, most, verify, rate, offer, late)
+        return Plan(verify, selected, (rate * round_, float(verify[size]) / size))
 
     def _select(
         self,
@@ -125,15 +127,17 @@ class DraftBudget:
         rate: float,
         offer: LookupResult | None,
         late: Sequence[float],
-    ) -> StepLevels:
-        """The levels of the next step, and the draft length of every request.
+    ) -> tuple[StepLevels, float]:
+        """The levels of the next step, the draft length of every request, and seconds of a round.
+
+        A round adds to drafts of a model; it has no price in a trial, which is to tell.
 
         Every level takes from below what makes its own tokens cheapest ("Fast Inference via
         Hierarchical Speculative Decoding", section 4: a renewal of rounds, each worth its expected
         emitted tokens); the target takes what gains most above its price.
         """
         if verify[-1] >= FORBIDDEN:
-            return StepLevels()
+            return StepLevels(), 0.0
         size, target = len(slots), self.target
         feeders, seconds = self._cheapest_paths(size, offer, late or [0.0] * target)
         gains = [
@@ -153,14 +157,15 @@ class DraftBudget:
                 lengths = np.where(
                     self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
                 )
-                return self._path(top, feeders, lengths)
+                return self._path(top, feeders, lengths), 0.0
         if gains[best][0] <= 0:
-            return StepLevels()
-        lengths = gains[best][1]
-        if best or not self.whole:
-            # A model's draft ends by its rows, see `goes_on`.
+            return StepLevels(), 0.0
+        lengths, feeder = gains[best][1], feeders[best]
+        if self.ends[best]:
+            # It ends by its rows, see `goes_on`.
             lengths = np.where(lengths > 0, most, 0)
-        return self._path(best, feeders, lengths)
+        below = 0.0 if feeder is None else float(seconds[feeder[0]][feeder[1]])
+        return self._path(best, feeders, lengths), below + float(self._seconds(best, size))
 
     def goes_on(
         self,

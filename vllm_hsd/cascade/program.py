@@ -114,8 +114,8 @@ class Program:
             self._run_level(state, op)
         self._finish(state)
 
-    def _run_level(self, state: ProposalState, op: Draft | Verify) -> None:
-        """A forward pass of a level and what it adds to the text."""
+    def _run_level(self, state: ProposalState, op: Draft | Verify) -> torch.Tensor:
+        """A forward pass of a level, whose logits it returns, and what it adds to the text."""
         level = cast(ProgramLevel, self.levels[op.level])
         cascade_steps.place(
             state,
@@ -133,6 +133,7 @@ class Program:
             self._append_unverified(state, op, logits)
         else:
             self._verify(state, op, logits)
+        return logits
 
     def _finish(self, state: ProposalState, drafter: int = -1) -> None:
         """Hand the draft of a level over, the horizontal tokens with it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
@@ -50,6 +51,8 @@ class BaseSpeculator(StandaloneARSpeculator):
         branches: of the requests, set with `req_states`; None where the target verifies chains.
         confidence: of the drafts, for vLLM's adaptive verification; None without it.
         head: the lowest level if that reads the target's hidden states.
+        forced: int64 [max_num_reqs], tokens of a draft that a grammar has forced, 0 for others; on
+            a CPU alone.
     """
 
     head: Any = None
@@ -68,6 +71,7 @@ class BaseSpeculator(StandaloneARSpeculator):
         self.req_states: Any = None
         self.parameters: RequestParameters
         self.hosted: list[Any] = []
+        self.forced = np.zeros(self.max_num_reqs, dtype=np.int64)
         self.branches: HostedBranches | None = None
         dtype = cast(torch.dtype, self.dtype)
         # Before vLLM's memory profile, and not with the weights, which sleep mode may discard.

@@ -220,7 +220,7 @@ class HostedBranches:
             # What a request is padded with while its prompt is read are no drafts; and longer lists
             # are of requests that the last proposal did not draft for, or forced by a grammar.
             several = (drafts > length) & (drafts < self.most * width) & ~batch.is_prefilling_np
-            several &= ~self.chained[batch.idx_mapping_np[: batch.num_reqs]]
+            several &= self.runner.speculator.forced[batch.idx_mapping_np[: batch.num_reqs]] == 0
         rows_of = -(-scheduled // width)
         if not uniform:
             # Attention has room for max_num_seqs rows: a list in one row is its chain, and nothing

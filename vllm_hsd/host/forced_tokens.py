@@ -90,7 +90,12 @@ def update_after_schedule(original: Any, self: Any, scheduler_output: Any) -> No
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,
         )
-        forced = {name: drafts[name] for name in waiting if drafts.get(name)}
+        # What is scheduled for a request that waited may be placeholders by now.
+        forced = {
+            name: draft
+            for name, tokens in waiting.items()
+            if (draft := drafts.get(name)) and draft == tokens[: len(draft)]
+        }
         setattr(scheduler_output, ATTRIBUTE, forced)
         # A request may wait for its next step, and keeps its draft.
         waiting = {n: t for n, t in waiting.items() if n not in running and n in self.requests}

@@ -28,6 +28,7 @@ class HostBudget:
         max_num_reqs: request slots.
         rows: most drafts of a request that the target verifies together.
         branches: of the requests; None where the target verifies chains.
+        ends: see `DraftBudget`.
 
     Attributes:
         top, lengths: int64 [slots], the level whose draft the target verifies, and its tokens.
@@ -41,8 +42,9 @@ class HostBudget:
         max_num_reqs: int,
         rows: int,
         branches: HostBranches | None,
+        ends: list[bool],
     ) -> None:
-        self.budget = DraftBudget(lengths, passed_on, max_num_reqs, has_lookup, rows)
+        self.budget = DraftBudget(lengths, passed_on, max_num_reqs, has_lookup, rows, ends)
         # Most tokens of a request in a step without prompts.
         self.longest = rows * (lengths[-1] + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
@@ -82,7 +84,9 @@ class HostBudget:
         self, level: int, slots: np.ndarray, estimates: np.ndarray, drafted: np.ndarray
     ) -> np.ndarray:
         """Whether a model's drafts are worth a further pass, see `DraftBudget.goes_on`."""
-        return self.budget.goes_on(level, slots, estimates, drafted, self.further)
+        asked = level, slots, estimates, drafted, self.further
+        found: np.ndarray = _agreed(partial(self.budget.goes_on, *asked))
+        return found
 
     def timed(self, level: int, tokens: int, seconds: float) -> None:
         """A level has drafted a token, or read what it had missed, in one pass."""

@@ -39,6 +39,7 @@ class HostProgram(Program):
         goes_on: called with the level that drafts for the target, [n] slots, [n, width] estimates
             of their tokens and [n] how many there are, after each pass: bool [n], whether another
             one is worth its price, see `DraftBudget.goes_on`. None: until all drafts are full.
+        ends: by level, whether it is asked.
 
     Attributes:
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
@@ -57,6 +58,7 @@ class HostProgram(Program):
         estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
         timed: Callable[[int, int, float], None] | None = None,
         goes_on: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None,
+        ends: Sequence[bool] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -64,6 +66,7 @@ class HostProgram(Program):
         self.counts, self.chosen = counts, chosen
         self.listener, self.estimates, self.timed = listener, estimates, timed
         self.goes_on = goes_on
+        self.ends = list(ends)
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
         self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
@@ -339,7 +342,7 @@ class HostProgram(Program):
     def _end_drafts(
         self, state: ProposalState, level: int, wants: np.ndarray, before: np.ndarray
     ) -> None:
-        """Estimate new tokens by their rows; end drafts that are not worth another pass.
+        """End drafts for the target that are not worth another pass, by the rows of their tokens.
 
         What a round has added stays, as it is: a round is lossless wherever it ends.
 
@@ -347,21 +350,22 @@ class HostProgram(Program):
             wants: bool [B], requests whose drafts a pass has made longer.
             before: [B] int, their tokens before it.
         """
-        rows, drafted = state.rows[level], state.drafted[level].numpy()
-        if self.goes_on is None or rows is None or (self.sources is not None and not level):
+        if self.goes_on is None or level != self.selection.top or not self.ends[level]:
             return
-        new = wants[:, None] & (np.arange(rows.shape[1]) >= before[:, None])
-        new &= np.arange(rows.shape[1]) < drafted[:, None]
+        drafted, requested = state.drafted[level].numpy(), state.requested.numpy()
+        places = np.arange(self.estimate[level].shape[1])
+        new = wants[:, None] & (places >= before[:, None]) & (places < drafted[:, None])
         request, place = new.nonzero()
         # The largest probability at temperature 1; what it is worth is learned.
-        logits = rows[torch.from_numpy(request), torch.from_numpy(place)].float()
+        row = torch.from_numpy(request), torch.from_numpy(place - before[request])
+        logits = self.logits[row].float()
         sure = torch.exp(logits.amax(1) - logits.logsumexp(1))
         self.estimate[level][self.slots[request], place] = sure.numpy()
-        if level != self.selection.top:
-            return
-        slots, requested = self.slots[wants], state.requested[level].numpy()
+        slots = self.slots[wants]
         more = self.goes_on(level, slots, self.estimate[level][slots], drafted[wants])
-        requested[wants] = np.where(more, requested[wants], drafted[wants])
+        requested[level, wants] = np.where(more, requested[level, wants], drafted[wants])
+        # Nothing is drafted below for a request whose draft has ended.
+        requested[:level, drafted >= requested[level]] = 0
 
     def _pass(
         self,
@@ -393,7 +397,8 @@ class HostProgram(Program):
         assert draft < query <= self.lanes
         op = Draft(0, step, query, draw) if below is None else Verify(level, query, draft, draw)
         began = clock.seconds()
-        self._run_level(state, op)
+        logits = self._run_level(state, op)
+        self.logits = logits.view(state.batch, -1, logits.shape[1])
         self._took(level, began, passes=1)
         # A pass that began after a hole has filled nothing that can be used.
         whole = running & (missing + draft <= query)

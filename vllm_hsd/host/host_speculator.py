@@ -18,7 +18,7 @@ from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
-from vllm_hsd.cascade.schedule import Lookup
+from vllm_hsd.cascade.schedule import Draft, Lookup
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.device_counts import DeviceCounts
 from vllm_hsd.host.forced_tokens import FORCED
@@ -35,7 +35,6 @@ class HostSpeculator(BaseSpeculator):
     Attributes:
         caches: what the levels have computed.
         budget: with `adaptive`; None without.
-        forced: int64 [max_num_reqs], tokens of a draft that a grammar has forced, 0 for others.
     """
 
     program: HostProgram
@@ -45,7 +44,6 @@ class HostSpeculator(BaseSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.counts = DeviceCounts(self.state.counts, (*self.counts.host.sources, FORCED))
-        self.forced = np.zeros(self.max_num_reqs, dtype=np.int64)
 
     @property
     def drawn(self) -> torch.Tensor | None:
@@ -94,6 +92,10 @@ class HostSpeculator(BaseSpeculator):
         if self.head is not None:
             self.head.reads_first = True
         self.caches = LevelCaches(self, own, self.max_num_reqs)
+        # Entropies and horizontal tokens have ends of their own, lookups no rows.
+        own_ends = self.thresholds is not None or self.hsd.horizontal_tokens > 0
+        models = [k > 0 or isinstance(self.schedule.ops[0], Draft) for k in range(len(levels))]
+        ends = [model and not own_ends for model in models]
         if self.hsd.adaptive:
             self.budget = HostBudget(
                 sources is None and isinstance(self.schedule.ops[0], Lookup),
@@ -102,6 +104,7 @@ class HostSpeculator(BaseSpeculator):
                 self.max_num_reqs,
                 self.hsd.branches,
                 cast(HostBranches | None, self.branches),
+                ends,
             )
         self.program = HostProgram(
             self.schedule,
@@ -118,7 +121,8 @@ class HostSpeculator(BaseSpeculator):
             listener=None if self.budget is None else self.budget.budget.level_verified,
             estimates=None if self.budget is None else estimates,
             timed=None if self.budget is None else self.budget.timed,
-            goes_on=None if self.budget is None or self.thresholds else self.budget.goes_on,
+            goes_on=None if self.budget is None else self.budget.goes_on,
+            ends=ends,
         )
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))

@@ -48,8 +48,8 @@ def read_keys(
     if PREDICTION in given:
         if lowest is None or all(source.kind != "prediction" for source in lowest.drafters):
             raise UserError(
-                f"{PREDICTION}: no source of this server drafts from it: remove the key, or add "
-                f"{_CONFIG} to the sources of the lowest level."
+                f"{PREDICTION}, or `prediction` of OpenAI's chat API: no source of this server "
+                f"drafts from it: remove it, or add {_CONFIG} to the sources of the lowest level."
             )
         given[PREDICTION] = _token_ids(given[PREDICTION], model_config, tokenizer)
     return given
@@ -66,6 +66,13 @@ def _token_ids(value: object, model_config: Any, tokenizer: Any) -> list[int]:
     if isinstance(value, str):
         if tokenizer is None:
             raise UserError(f"{PREDICTION} is text and vLLM has no tokenizer: give token ids.")
+        most = model_config.max_model_len * tokenizer.max_chars_per_token
+        if len(value) > most:
+            # Before it is tokenized, which takes as long as it is.
+            raise UserError(
+                f"{PREDICTION} has {len(value)} characters, and max_model_len="
+                f"{model_config.max_model_len} tokens have {most} at most: give fewer."
+            )
         value = tokenizer.encode(value, add_special_tokens=False)
     numbers = isinstance(value, list | tuple) and all(type(token) is int for token in value)
     if not numbers:
