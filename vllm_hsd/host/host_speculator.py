@@ -60,11 +60,12 @@ class HostSpeculator(BaseSpeculator):
         for name, tokens in forced.items():
             slot, count = states.req_id_to_index[name], len(tokens)
             at = int(state.row_of_slot[slot])
+            # The target reads them in any case.
+            states.draft_tokens[slot, :count] = torch.tensor(tokens)
             if at < 0:
-                # No draft was proposed for it, so none is verified.
+                # It was not in the last step: no draft of it is verified.
                 continue
             row[Count.drafted] += count
-            states.draft_tokens[slot, :count] = torch.tensor(tokens)
             state.draft_length[at] = self.forced[slot] = count
             # What the levels have drafted is not verified, and not in the text that they go on in.
             self.program.awaited[slot] = False
