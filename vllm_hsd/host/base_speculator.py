@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.adaptive_verification import DraftConfidence
 from vllm_hsd.cascade.cascade_steps import stage
-from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
-from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState, row_dtypes
+from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.config.level_checks import check_states
 from vllm_hsd.config.sizes import (
@@ -57,6 +57,8 @@ class BaseSpeculator(StandaloneARSpeculator):
 
     head: Any = None
     several: SeveralDrafts | None = None
+    # Counted next to those of the lowest level.
+    more_sources: tuple[str, ...] = ()
     num_extra_query_per_req = 0
 
     def __init__(self, vllm_config, device: torch.device) -> None:
@@ -100,7 +102,8 @@ class BaseSpeculator(StandaloneARSpeculator):
         self.acceptance_estimator = cast(Any, self.confidence)
         self.thresholds = self._thresholds()
         lowest = self.hsd.levels[0]
-        self.counts = DeviceCounts(self.state.counts, getattr(lowest, "names", ()))
+        names = (*getattr(lowest, "names", ()), *self.more_sources)
+        self.counts = DeviceCounts(self.state.counts, names)
         self.lookup = lowest.build(self, 0) if lowest.drafts_by == "lookup" else None
         self.counted = {
             k: level.drafters[-1].build(self, k)
@@ -201,6 +204,66 @@ class BaseSpeculator(StandaloneARSpeculator):
         if self.head is not None:
             self.head.kv_groups = groups
         self._build_programs(levels, groups)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch,
+        attn_metadata,
+        slot_mappings,
+        last_hidden_states,
+        aux_hidden_states,
+        num_sampled,
+        num_rejected,
+        *_,
+        dummy_run=False,
+        num_speculative_tokens=None,
+        **__,
+    ) -> torch.Tensor:
+        computed = input_batch, attn_metadata, slot_mappings
+        if self.head is not None:
+            self.head.take_states(input_batch, last_hidden_states, aux_hidden_states)
+        if dummy_run:
+            self._ingest(*computed, with_logits=True)
+            return self.draft_tokens[: input_batch.num_reqs]
+        if self.thresholds is not None:
+            observe_target(
+                self.thresholds,
+                self.state,
+                index=input_batch.idx_mapping.int(),
+                num_sampled=num_sampled,
+                num_rejected=num_rejected,
+            )
+        return self._propose(computed, num_sampled, num_rejected, num_speculative_tokens)
+
+    def _propose(self, computed, num_sampled, num_rejected, num_speculative_tokens) -> torch.Tensor:
+        """Draft after a step: its batch, attention metadata and slot mappings, and its verdict."""
+        raise NotImplementedError
+
+    def _propose_nothing(
+        self, verified: int, num_sampled: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """End a step without drafts of `count` requests; level `verified` made their last ones."""
+        self.state.counts[verified, COUNTS.accepted] += (num_sampled - 1).clamp(min=0).sum()
+        self.state.row_of_slot.fill_(-1)
+        # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
+        return self.draft_tokens[:count].zero_()
+
+    def _hand_over(self, state: ProposalState, slots: np.ndarray) -> torch.Tensor:
+        """[n, K] what was proposed for the requests in [n] slots, as vLLM's scheduler lists it."""
+        drafts = self.draft_tokens[: len(slots)]
+        if self.branches is not None:
+            self.branches.state = state
+            self.branches.flat_drafts(slots, self.schedule.window, drafts)
+        else:
+            drafts[:, : state.longest] = state.draft_tokens[: len(slots)]
+        return drafts
+
+    def _forget(self, slots: torch.Tensor) -> None:
+        """Requests enter these slots, int64 [n]: what was learned of those before is forgotten."""
+        for learned in (self.thresholds, self.lookup):
+            if isinstance(learned, DeviceThresholds | SourcesLookup):
+                learned.forget(slots)
 
     def _set_longest(self, input_batch) -> None:
         """What attention may read at most; the lengths themselves are on the device."""

@@ -14,13 +14,11 @@ import torch
 
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.counters import Count
-from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import Draft, Lookup
 from vllm_hsd.host.base_speculator import BaseSpeculator
-from vllm_hsd.host.device_counts import DeviceCounts
 from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_budget import HostBudget
@@ -40,10 +38,7 @@ class HostSpeculator(BaseSpeculator):
     program: HostProgram
     caches: LevelCaches
     budget: HostBudget | None = None
-
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
-        self.counts = DeviceCounts(self.state.counts, (*self.counts.host.sources, FORCED))
+    more_sources = (FORCED,)
 
     @property
     def drawn(self) -> torch.Tensor | None:
@@ -128,42 +123,18 @@ class HostSpeculator(BaseSpeculator):
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch,
-        attn_metadata,
-        slot_mappings,
-        last_hidden_states,
-        aux_hidden_states,
-        num_sampled,
-        num_rejected,
-        *_,
-        dummy_run=False,
-        num_speculative_tokens=None,
-        **__,
-    ) -> torch.Tensor:
+    def _propose(self, computed, num_sampled, num_rejected, num_speculative_tokens) -> torch.Tensor:
+        input_batch = computed[0]
         count = input_batch.num_reqs
-        drafts = self.draft_tokens[:count]
-        if self.head is not None:
-            self.head.take_states(input_batch, last_hidden_states, aux_hidden_states)
-        if dummy_run:
-            self._ingest(input_batch, attn_metadata, slot_mappings, with_logits=True)
-            return drafts
         self._set_longest(input_batch)
         if self.head is not None:
-            self.head.read(input_batch, attn_metadata, slot_mappings)
+            self.head.read(*computed)
         slots, program = input_batch.idx_mapping_np[:count], self.program
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:
-            self.state.counts[program.selection.top, COUNTS.accepted] += (
-                (num_sampled - 1).clamp(min=0).sum()
-            )
-            self.state.row_of_slot.fill_(-1)
             if self.budget is not None:
                 self.budget.nothing_drafted()
-            # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
-            return drafts.zero_()
+            return self._propose_nothing(program.selection.top, num_sampled, count)
         if count not in self.buckets:
             self.buckets[count] = self.state.bucket(count)
         state = self.buckets[count]
@@ -177,12 +148,7 @@ class HostSpeculator(BaseSpeculator):
             left = self.req_states.max_seq_len[slots] - self.req_states.total_len.gpu.numpy()[slots]
             program.run(state, self.budget.select(program, state, count, left))
             self.budget.proposal_ended(program, state)
-        if self.branches is not None:
-            self.branches.state = state
-            self.branches.flat_drafts(slots, self.schedule.window, drafts)
-        else:
-            drafts[:, : state.longest] = state.draft_tokens[:count]
-        return drafts
+        return self._hand_over(state, slots)
 
     def select_levels(
         self, levels: list[int], draft_lengths: list[int], sources: list[int] | None = None
@@ -229,36 +195,28 @@ class HostSpeculator(BaseSpeculator):
 
     def _take_in(self, input_batch, slots, num_sampled, num_rejected) -> None:
         """What became of the last proposal, and which requests are new."""
-        if self.thresholds is not None:
-            observe_target(
-                self.thresholds,
-                self.state,
-                index=input_batch.idx_mapping.int(),
-                num_sampled=num_sampled,
-                num_rejected=num_rejected,
-            )
         entered = self.parameters.entered
         self.caches.step_began(input_batch, entered)
         new = slots[entered[slots]]
         entered[new] = False
-        accepted = np.maximum(num_sampled.numpy() - 1, 0)
-        if self.branches is not None:
-            accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
-        if self.program.chosen is not None:
-            self.program.verified(slots, accepted)
-        kept = int(np.minimum(accepted, self.forced[slots]).sum())
-        self.counts.host.rows[-1, Count.accepted] += kept
-        # What a step has accepted is counted for the level whose drafts it was to verify.
-        self.state.counts[self.program.selection.top, COUNTS.accepted] -= kept
-        self.forced[slots] = 0
+        forced = self.forced[slots]
+        if self.program.chosen is not None or forced.any():
+            accepted = np.maximum(num_sampled.numpy() - 1, 0)
+            if self.branches is not None:
+                accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
+            if self.program.chosen is not None:
+                self.program.verified(slots, accepted)
+            kept = int(np.minimum(accepted, forced).sum())
+            self.counts.host.rows[-1, Count.accepted] += kept
+            # What a step has accepted is counted for the level whose drafts it was to verify.
+            self.state.counts[self.program.selection.top, COUNTS.accepted] -= kept
+            self.forced[slots] = 0
         if self.budget is not None:
             sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
             self.budget.step_ended(input_batch, self.program, sampled, rejected)
             for slot in new.tolist():
                 self.budget.forget(slot)
-        for learned in (self.thresholds, self.lookup):
-            if isinstance(learned, DeviceThresholds | SourcesLookup):
-                learned.forget(torch.from_numpy(new.astype(np.int64)))
+        self._forget(torch.from_numpy(new.astype(np.int64)))
 
     def _limit(self, state, input_batch, slots) -> None:
         """Draft neither the last token that max_tokens allows nor, with `adaptive`, the second.

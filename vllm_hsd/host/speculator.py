@@ -17,9 +17,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import SourcesLookup
-from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.program import Program, ProgramSources
-from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
 from vllm_hsd.config.sizes import (
     ladder_of,
@@ -180,37 +179,9 @@ class CascadeSpeculator(BaseSpeculator):
         self._stage(state, program.schedule, none, none)
         return partial(program.run, state)
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch,
-        attn_metadata,
-        slot_mappings,
-        last_hidden_states,
-        aux_hidden_states,
-        num_sampled,
-        num_rejected,
-        *_,
-        dummy_run=False,
-        num_speculative_tokens=None,
-        **__,
-    ) -> torch.Tensor:
+    def _propose(self, computed, num_sampled, num_rejected, num_speculative_tokens) -> torch.Tensor:
+        input_batch = computed[0]
         count = input_batch.num_reqs
-        drafts = self.draft_tokens[:count]
-        computed = input_batch, attn_metadata, slot_mappings
-        if self.head is not None:
-            self.head.take_states(input_batch, last_hidden_states, aux_hidden_states)
-        if dummy_run:
-            self._ingest(*computed, with_logits=True)
-            return drafts
-        if self.thresholds is not None:
-            observe_target(
-                self.thresholds,
-                self.state,
-                index=input_batch.idx_mapping.int(),
-                num_sampled=num_sampled,
-                num_rejected=num_rejected,
-            )
         # vLLM's scheduler plans no drafts of a large batch; its warm-up may.
         fits = count <= self.state.batch
         drafts_none = num_speculative_tokens == 0 or not fits
@@ -221,11 +192,7 @@ class CascadeSpeculator(BaseSpeculator):
             read = input_batch.prefill_len_np[:count] >= self.schedule.shortest_prompt
             begins = input_batch.is_prefilling_np[:count]
             self.stale[slots[begins]] = ~read[begins]
-            for learned in (self.thresholds, self.lookup):
-                if isinstance(learned, DeviceThresholds | SourcesLookup):
-                    learned.forget(
-                        async_tensor_h2d(slots[begins], device=self.device, dtype=torch.int64)
-                    )
+            self._forget(async_tensor_h2d(slots[begins], device=self.device, dtype=torch.int64))
         elif not fits and self.keeps_caches:
             # Passes of all levels would cost a large batch more than its drafts are worth later.
             self.stale[slots] = True
@@ -237,14 +204,10 @@ class CascadeSpeculator(BaseSpeculator):
             alone = reads and not (input_batch.has_prefill or self.checks or stale.any())
             if reads and not (alone and self._keep_up(input_batch, num_sampled)):
                 self._ingest(*computed)
-            accepted = (num_sampled - 1).clamp(min=0).sum()
-            self.state.counts[-1, COUNTS.accepted] += accepted
-            self.state.row_of_slot.fill_(-1)
             if self.confidence is not None:
                 # As of requests that have drafted nothing yet, where no drafts are asked for.
                 self.draft_token_confidence_probs[:count] = float(drafts_none)
-            # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
-            return drafts.zero_()
+            return self._propose_nothing(-1, num_sampled, count)
         self._set_longest(input_batch)
         if self.several is not None and count > self.several.batch:
             num_speculative_tokens = self.state.longest
@@ -278,12 +241,7 @@ class CascadeSpeculator(BaseSpeculator):
             self.graphs.replay(size, proposal)
         if self.confidence is not None:
             self.confidence.publish(self.draft_token_confidence_probs, index.long(), self.drawn)
-        if self.branches is not None:
-            self.branches.state = state
-            self.branches.flat_drafts(slots, self.schedule.window, drafts)
-        else:
-            drafts[:, : state.longest] = state.draft_tokens[:count]
-        return drafts
+        return self._hand_over(state, slots)
 
     def _run_checked(
         self, state: ProposalState, proposal: Proposal, foreign: dict[str, Any], inputs: tuple
