@@ -39,13 +39,7 @@ MORE_MEMORY = {"bfloat16": 8 << 30, "float32": 16 << 30}
 class LoadedEngines(SharedEngines):
     """All stay loaded: `MEMORY` has counted them."""
 
-    @property
-    def stay_loaded(self) -> bool:
-        return True
-
-    @stay_loaded.setter
-    def stay_loaded(self, _: bool) -> None:
-        """`check_memory` has decided."""
+    measures_memory = False
 
 
 def configs(dtype: str) -> dict[str, dict[str, Any]]:

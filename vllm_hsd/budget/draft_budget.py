@@ -68,13 +68,13 @@ class DraftBudget:
         lengths: Sequence[int],
         passed_on: Sequence[int],
         num_slots: int,
-        whole: bool = False,
-        rows: int = 1,
-        ends: Sequence[bool] = (),
+        whole: bool,
+        rows: int,
+        ends: Sequence[bool],
     ) -> None:
         self.lengths, self.passed_on, self.whole = list(lengths), list(passed_on), whole
         self.target = len(self.lengths)
-        self.ends = list(ends) or [False] * self.target
+        self.ends = list(ends)
         self.longest = max(self.lengths)
         # Of the levels that verify, and last of the target.
         self.goodput = [Goodput(rows * (self.longest + 1)) for _ in range(self.target)]
@@ -87,7 +87,7 @@ class DraftBudget:
         self.searches, self.gained = Searches(), 0.0
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
-        # Tokens of their branches, that are verified beside the drafts.
+        # Tokens of their branches, that are verified next to the drafts.
         self.branch_tokens = np.zeros(num_slots, dtype=np.int64)
 
     def forget(self, slot: int) -> None:
@@ -185,8 +185,8 @@ class DraftBudget:
             prices: see `Plan.further`.
         """
         row, places = self.rows[level, self.target], np.arange(estimates.shape[1])
-        each = self.acceptance.corrected(row, np.nan_to_num(estimates), places)
-        each = np.minimum(each * self.acceptance.scale(row, slots)[:, None], 1.0)
+        scale = self.acceptance.scale(row, slots)
+        each = self._corrected(row, np.nan_to_num(estimates), scale)
         survival = np.where(places < drafted[:, None], each, 1.0).prod(1)
         gain = survival * self.acceptance.ahead(row, slots, 1)[:, 0] - prices[1]
         worth: np.ndarray = (gain > 0) & (gain[gain > 0].sum() >= prices[0])
@@ -270,9 +270,16 @@ class DraftBudget:
         estimates = np.zeros((len(offer.counts), width))
         given = offer.estimates[:, :width]
         estimates[:, : given.shape[1]] = given
-        each = self.acceptance.corrected(row, estimates, places) * np.reshape(scale, (-1, 1))
+        each = self._corrected(row, estimates, scale)
         held = places < offer.counts[:, None]
-        found: np.ndarray = np.where(held, np.cumprod(np.minimum(each, 1.0), axis=1), 0.0)
+        found: np.ndarray = np.where(held, np.cumprod(each, axis=1), 0.0)
+        return found
+
+    def _corrected(self, row: int, estimates: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
+        """[n, width] acceptance of tokens, by their estimates and, with [n] scales, by request."""
+        places = np.arange(estimates.shape[1])
+        each = self.acceptance.corrected(row, estimates, places) * np.reshape(scale, (-1, 1))
+        found: np.ndarray = np.minimum(each, 1.0)
         return found
 
     def _seconds(self, level: int, tokens: Any) -> Any:

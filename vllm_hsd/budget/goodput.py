@@ -19,7 +19,7 @@ class Goodput:
     """Times of one verifier's passes, and the tokens that its drafts have gained in them.
 
     Args:
-        widest: most tokens that it reads of a request beside the last one.
+        widest: most tokens that it reads of a request next to the last one.
 
     Attributes:
         times: seconds of its passes by tokens.
@@ -67,7 +67,7 @@ class Goodput:
         self.spent[at] = MEMORY * self.spent[at] + (verified + seconds) / plain
 
     def add(self, size: int, tokens: int) -> None:
-        """Count tokens that `size` requests got beside those that `learn` is told of."""
+        """Count tokens that `size` requests got next to those that `learn` is told of."""
         self.emitted[self.times.nearest(size)] += tokens / max(size, 1)
 
     def _wants_plain_step(self, size: int) -> bool:

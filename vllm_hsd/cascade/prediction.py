@@ -71,11 +71,11 @@ class PredictionLevel(LookupLevel):
         self.committed: dict[int, int] = {}
 
     def read(self, texts: Texts) -> None:
-        """See `cascade.level.LookupLevel`."""
+        """Note how long the committed texts are."""
         self.committed.update(zip(texts.slots.tolist(), texts.ends.tolist(), strict=True))
 
     def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
-        """See `cascade.level.LookupLevel`."""
+        """Draft what follows in each prediction, and remember where a committed text stands."""
         result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
         for i in np.flatnonzero(requested):
             slot, end = int(texts.slots[i]), int(texts.ends[i])
@@ -93,6 +93,6 @@ class PredictionLevel(LookupLevel):
         return result
 
     def forget(self, slot: int) -> None:
-        """See `cascade.level.LookupLevel`: the prediction stays, its place does not."""
+        """The prediction stays, its place does not."""
         if (known := self.predictions.get(slot)) is not None:
             known.place, known.at = 0, known.begin

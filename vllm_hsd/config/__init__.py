@@ -1,1 +1,1 @@
-"""A cascade's keys: what users write, its checks, and what vLLM is given."""
+"""A cascade's keys: what users write, their defaults, checks, and the sizes that follow."""

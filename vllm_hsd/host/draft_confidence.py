@@ -17,6 +17,6 @@ def draft_confidence(
     lengths: Callable[[torch.Tensor], torch.Tensor],
 ) -> DraftConfidence:
     """For request slots 0 .. max_num_reqs - 1 and drafts of at most `longest` tokens."""
-    # One slot more is nobody's.
+    # The last slot is of no request.
     estimator = OnlineAcceptanceEstimator(max_num_reqs + 1, longest, device)
     return DraftConfidence(estimator, lengths)

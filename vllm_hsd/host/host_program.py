@@ -45,7 +45,10 @@ class HostProgram(Program):
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
             drafter's own account, NaN for none.
         has_lookup: level 0 drafts without forward passes.
+        logits: [B, n, V] of the last pass.
     """
+
+    logits: torch.Tensor
 
     def __init__(
         self,

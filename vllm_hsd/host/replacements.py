@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.config import platform
@@ -116,9 +117,6 @@ def new_draft_model_speculator(original, cls, vllm_config, *args, **kwargs):
 def finish_requests(
     original: Any, sharing: tuple[Any, list[SharedOutputs]], scheduler_output: Any
 ) -> None:
-    # Not where it is read: tests of the lookups run without vLLM.
-    from vllm.utils.torch_utils import async_tensor_h2d
-
     states, shared = sharing
     # In the same order on every rank.
     ended = sorted(scheduler_output.finished_req_ids & states.req_id_to_index.keys())

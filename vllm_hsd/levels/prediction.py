@@ -21,7 +21,7 @@ class PredictionLevelConfig(LookupKeys):
     prediction: PredictionConfig
 
     def build(self, speculator: Any, index: int) -> Any:
-        """See `LevelConfig.build`."""
+        """The lookup, with room for a prediction as long as the longest text."""
         from vllm_hsd.cascade.prediction_lookup import PredictionLookup
 
         width = speculator.vllm_config.model_config.max_model_len

@@ -30,7 +30,12 @@ class Engines:
     """Engine processes by configuration, of which one at most is at work.
 
     All stay loaded where memory allows; otherwise starting one ends the others.
+
+    Attributes:
+        measures_memory: whether the first engine tells if all fit; else whoever starts them knows.
     """
+
+    measures_memory = True
 
     def __init__(self, comparison: Comparison, setup: Setup) -> None:
         self._comparison, self._setup = comparison, setup
@@ -66,7 +71,7 @@ class Engines:
         # The first batch of an engine is slower than all later ones.
         warm_up = {"max_tokens": min(comparison.max_tokens, 16), "ignore_eos": True}
         engine.generate([self._setup.prompt_ids[0]] * max(comparison.batch_sizes), warm_up)
-        if index == 0 and self._on_host:
+        if index == 0 and self._on_host and self.measures_memory:
             rest = (self._count - 1) * DRAFTER_MEMORY + 1
             self.stay_loaded = rest * engine.memory_bytes() < self._setup.available_memory
             if not self.stay_loaded:

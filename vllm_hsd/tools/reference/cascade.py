@@ -3,7 +3,7 @@
 Level 0 drafts token by token; every level above verifies the draft of the one below and keeps the
 token that its own verification draws ("Fast Inference via Hierarchical Speculative Decoding",
 Algorithm 1), so each token carries the probabilities of the level that emitted it.
-`simple` beside this file is the same for one request, in plain torch. Here all requests of a batch
+`tools.reference.simple` is the same for one request, in plain torch. Here all requests of a batch
 run together and progress raggedly; what is kept per request is an array indexed by slot.
 """
 

@@ -1,7 +1,7 @@
 """Speculative decoding with Hugging Face models, one request at a time: slow, short, exact.
 
 Serving does not use this engine. It is the reference for the vLLM path, and it hosts what vLLM's
-runners cannot: draft trees, K drafts, encoder-decoders. It runs `cascade` beside this file and
+runners cannot: draft trees, K drafts, encoder-decoders. It runs `tools.reference.cascade` and
 `vllm_hsd.rules` with probabilities in float64: single drafts, cascades of any depth (with entropy-
 based early stopping, several rounds and horizontal tokens), K drafts and trees.
 """

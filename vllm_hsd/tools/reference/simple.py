@@ -1,6 +1,6 @@
 """A cascade of any depth for one request, in plain torch: the algorithm, to be read.
 
-`cascade` beside this file does the same for ragged batches with caches, early stopping and eos; on
+`tools.reference.cascade` does the same for ragged batches with caches, early stopping and eos; on
 equal uniforms both give the same tokens (`tests/tools/reference/test_simple.py`).
 """
 
