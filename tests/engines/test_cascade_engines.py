@@ -2,13 +2,17 @@
 
 import functools
 import itertools
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from support import skipped_passes
-from support.eagle3_head import write_eagle3_head
+from support.cascades import (
+    cascade,
+    configuration,
+    head,
+    target_of,
+)
 from support.engines import (
     GREEDY,
     JOBS,
@@ -19,149 +23,13 @@ from support.engines import (
     run_jobs,
     run_seeded,
 )
-from support.exact_joint_distribution import chi_square_p_value, joint_distribution
-from support.level_files import target_head
 from support.marks import slow
-from support.stock_heads import write_mtp_target
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
-from vllm_hsd.cascade.exit_head import write_exit_head
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def cascade(levels: list[dict], tokens: int = 4) -> dict:
-    """With `adaptive` a busy machine may draft nothing."""
-    keys = {"method": "hsd", "num_speculative_tokens": tokens, "adaptive": False}
-    return {**keys, "levels": levels}
-
-
-def texts_of(family) -> str:
-    """A store of what the target writes after the prompts, itself."""
-    path = Path(family.target).with_name("texts.safetensors")
-    if not path.exists():
-        model = AutoModelForCausalLM.from_pretrained(family.target).eval()
-        model.generation_config.eos_token_id = None
-        prompts = [torch.tensor([prompt]) % family.vocabulary for prompt in PROMPTS]
-        texts = [model.generate(p, max_new_tokens=8, do_sample=False)[0] for p in prompts]
-        write_store(collect_texts([text.numpy() for text in texts], family.vocabulary), str(path))
-    return str(path)
-
-
-def head(family) -> str:
-    """An EAGLE-3 head of the target."""
-    path = Path(family.target).with_name("head")
-    if not path.exists():
-        path.mkdir()
-        write_eagle3_head(family.target, path)
-    return str(path)
-
-
-def embedding_head(family) -> str:
-    """The target's norm and output head, on its embedding."""
-    path = Path(family.target).with_name("layer-0")
-    if not path.exists():
-        write_exit_head(target_head(family.target, layer=0), path)
-    return str(path)
-
-
-def target_of(name: str, family) -> str:
-    """The target, with a layer that drafts for it if that is asked for."""
-    path = Path(family.target).with_name("mtp")
-    if name == "mtp" and not path.exists():
-        write_mtp_target(family.target, path)
-    return str(path) if name == "mtp" else family.target
-
-
-def stock(method: str, **keys) -> dict:
-    """One of vLLM's drafters below our verifier."""
-    keys = {"num_speculative_tokens": 4, **keys}
-    return {"method": method, "rejection_sample_method": "hierarchical", **keys}
-
-
-DRAWN = {"draft_sample_method": "probabilistic"}
-
-
-def configuration(name: str, family) -> dict:
-    stored = any(part in name for part in ("suffix", "sources", "n-grams", "choice"))
-    store = texts_of(family) if stored else None
-    suffix = {"min_acceptance": 0.01, "store": store, "shared_tokens": 300}
-    return {
-        "suffix": cascade([{"suffix": suffix}]),
-        "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
-        "sources, model": cascade(
-            [
-                {"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}], "num_tokens": 2},
-                {"model": family.mid},
-            ]
-        ),
-        "choice": cascade(
-            [{"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}, {"model": family.mid}]}]
-        ),
-        "choice, model": cascade(
-            [
-                {"sources": [{"suffix": suffix}, {"early_exit": 1}], "num_tokens": 2},
-                {"model": family.mid},
-            ]
-        ),
-        "choice with a head": cascade(
-            [{"sources": [{"suffix": suffix}, {"eagle3": head(family)}]}]
-        ),
-        "n-gram or head": cascade(
-            [{"sources": [{"ngram": {"max": 1}}, {"eagle3": head(family)}]}], 2
-        ),
-        "head, model": cascade(
-            [{"eagle3": head(family), "num_tokens": 2}, {"model": family.mid}], 5
-        ),
-        "choice with a head, model": cascade(
-            [
-                {"sources": [{"suffix": suffix}, {"eagle3": head(family)}], "num_tokens": 2},
-                {"model": family.mid},
-            ],
-            5,
-        ),
-        "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
-        "entropy": cascade(
-            [
-                {"model": family.small, "num_tokens": 2, "stopping": "entropy"},
-                {"model": family.mid, "stopping": "entropy"},
-            ]
-        ),
-        "n-grams, model": cascade(
-            [{"ngram_model": store, "order": 3, "num_tokens": 2}, {"model": family.mid}]
-        ),
-        "horizontal": {
-            **cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
-            "horizontal_tokens": 2,
-        },
-        "three equal": cascade(
-            [
-                {"model": family.target, "num_tokens": 1},
-                {"model": family.target, "num_tokens": 2},
-                {"model": family.target},
-            ],
-            5,
-        ),
-        "lookup, exit, model": cascade(
-            [
-                {"ngram": {"max": 3}, "num_tokens": 1},
-                {"early_exit": 1, "num_tokens": 2},
-                {"model": family.mid},
-            ],
-            5,
-        ),
-        "embedding, exit": cascade(
-            [{"exit_head": embedding_head(family), "num_tokens": 1}, {"early_exit": 1}]
-        ),
-        "mtp": cascade([{"mtp": {}}], 2),
-        "stock model": stock("draft_model", model=family.small, **DRAWN),
-        "stock model, equal": stock("draft_model", model=family.target, **DRAWN),
-        "stock model, argmax": stock("draft_model", model=family.mid, draft_sample_method="greedy"),
-        "stock head": stock("eagle3", model=head(family), **DRAWN),
-        "stock n-gram": stock("ngram_gpu", prompt_lookup_max=3, prompt_lookup_min=1),
-    }[name]
 
 
 def run_greedy_and_mixed(target: str, speculative_config: dict, greedy: list[list[int]]) -> dict:
@@ -546,110 +414,3 @@ def test_a_batch_that_drafts_now_and_then_loses_nothing(
     accepted = results["preempted"]["levels"][-1]["accepted"]
     assert accepted == results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
     assert accepted > 0 or not forced
-
-
-PROMPT = [2, 3, 0, 1]
-
-
-def p_values(
-    target: str,
-    speculative_config: dict,
-    prompt: list[int],
-    cases: dict[str, dict],
-    *,
-    count: int = 300,
-    patch: str | None = None,
-) -> dict[str, float]:
-    """Case -> chi-square p-value of three sampled tokens against their joint distribution.
-
-    Args:
-        cases: name -> sampling parameters.
-        count: texts of each case, without seeds.
-    """
-    jobs = {
-        case: {
-            "prompts": [prompt] * count,
-            "params": {"max_tokens": 4, "ignore_eos": True, **params},
-        }
-        for case, params in cases.items()
-    }
-    # Tokens for drafts of all requests at once.
-    engine = {"model": target, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
-    engine["speculative_config"] = speculative_config
-    results = run_engine(engine, jobs, patch=patch)
-    return {
-        case: chi_square_p_value(
-            [tuple(output[0]["ids"][:3]) for output in results[case]["outputs"]],
-            joint_distribution(target, prompt, 3, params),
-        )
-        for case, params in cases.items()
-    }
-
-
-def check_samples(target: str, speculative_config: dict, prompt: list[int]) -> None:
-    """Sampled text follows the target."""
-    cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
-    found = p_values(target, speculative_config, prompt, cases)
-    print(found)
-    assert min(found.values()) > 1e-6, found
-
-
-def check_wrong_rows(target: str, speculative_config: dict, prompt: list[int]) -> None:
-    """Its negative control: wrong rows of the drafts; two tokens to choose from make it sharper."""
-    patch, cases = "benchmarks.gpu.faults:install", {"top_k": {"top_k": 2}}
-    found = p_values(target, speculative_config, prompt, cases, count=600, patch=patch)
-    print(found)
-    assert found["top_k"] < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("two models", "suffix, model", "entropy", "horizontal", "n-grams, model"),
-        *("lookup, exit, model", "mtp", "stock model", "stock head"),
-    ],
-)
-def test_sampled_text_follows_the_target(name, small_vocabulary):
-    config = configuration(name, small_vocabulary)
-    check_samples(target_of(name, small_vocabulary), config, PROMPT)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    ("patch", "fault"),
-    [("install", False), ("install_lowest", False), ("install_lowest_and_keep_rows", True)],
-)
-def test_sampled_text_of_levels_that_draft_now_and_then(patch, fault, small_vocabulary):
-    """With a negative control: a lookup's tokens that a level passes on have other rows."""
-    levels = [{"ngram": {"min": 1, "max": 2}, "num_tokens": 2}, {"model": small_vocabulary.mid}]
-    speculative = {**cascade(levels), "adaptive": True}
-    params = {"max_tokens": 9, "top_k": 2} if fault else {"max_tokens": 9}
-    patch, cases = f"support.adversarial_depth:{patch}", {"": params}
-    target = small_vocabulary.target
-    found = p_values(target, speculative, PROMPT, cases, count=2000, patch=patch)[""]
-    print(found)
-    assert found < 1e-6 if fault else found > 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["two models", "lookup, exit, model", "stock model", "stock head"])
-def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
-    check_wrong_rows(small_vocabulary.target, configuration(name, small_vocabulary), PROMPT)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("fault", [False, True])
-def test_sampled_text_of_a_lookup_or_a_head(fault, small_vocabulary):
-    """With a negative control: a lookup's tokens are verified as if the head had drawn them."""
-    target, speculative = small_vocabulary.target, configuration("n-gram or head", small_vocabulary)
-    params, count, patch = {}, 300, "support.forced_choice:install"
-    if fault:
-        params, count, patch = {"top_k": 2}, 600, f"{patch}_drawn_lookups"
-    found = p_values(target, speculative, PROMPT, {"": params}, count=count, patch=patch)[""]
-    print(found)
-    assert found < 1e-6 if fault else found > 1e-6

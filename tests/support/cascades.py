@@ -1,0 +1,145 @@
+"""Configurations of cascades and of vLLM's drafters, by the names that tests of engines use."""
+
+from pathlib import Path
+
+import torch
+from support.eagle3_head import write_eagle3_head
+from support.engines import PROMPTS
+from support.level_files import target_head
+from support.stock_heads import write_mtp_target
+from transformers import AutoModelForCausalLM
+
+from vllm_hsd.cascade.exit_head import write_exit_head
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+
+
+def cascade(levels: list[dict], tokens: int = 4) -> dict:
+    """With `adaptive` a busy machine may draft nothing."""
+    keys = {"method": "hsd", "num_speculative_tokens": tokens, "adaptive": False}
+    return {**keys, "levels": levels}
+
+
+def texts_of(family) -> str:
+    """A store of what the target writes after the prompts, itself."""
+    path = Path(family.target).with_name("texts.safetensors")
+    if not path.exists():
+        model = AutoModelForCausalLM.from_pretrained(family.target).eval()
+        model.generation_config.eos_token_id = None
+        prompts = [torch.tensor([prompt]) % family.vocabulary for prompt in PROMPTS]
+        texts = [model.generate(p, max_new_tokens=8, do_sample=False)[0] for p in prompts]
+        write_store(collect_texts([text.numpy() for text in texts], family.vocabulary), str(path))
+    return str(path)
+
+
+def head(family) -> str:
+    """An EAGLE-3 head of the target."""
+    path = Path(family.target).with_name("head")
+    if not path.exists():
+        path.mkdir()
+        write_eagle3_head(family.target, path)
+    return str(path)
+
+
+def embedding_head(family) -> str:
+    """The target's norm and output head, on its embedding."""
+    path = Path(family.target).with_name("layer-0")
+    if not path.exists():
+        write_exit_head(target_head(family.target, layer=0), path)
+    return str(path)
+
+
+def target_of(name: str, family) -> str:
+    """The target, with a layer that drafts for it if that is asked for."""
+    path = Path(family.target).with_name("mtp")
+    if name == "mtp" and not path.exists():
+        write_mtp_target(family.target, path)
+    return str(path) if name == "mtp" else family.target
+
+
+def stock(method: str, **keys) -> dict:
+    """One of vLLM's drafters below our verifier."""
+    keys = {"num_speculative_tokens": 4, **keys}
+    return {"method": method, "rejection_sample_method": "hierarchical", **keys}
+
+
+DRAWN = {"draft_sample_method": "probabilistic"}
+
+
+def configuration(name: str, family) -> dict:
+    stored = any(part in name for part in ("suffix", "sources", "n-grams", "choice"))
+    store = texts_of(family) if stored else None
+    suffix = {"min_acceptance": 0.01, "store": store, "shared_tokens": 300}
+    return {
+        "suffix": cascade([{"suffix": suffix}]),
+        "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
+        "sources, model": cascade(
+            [
+                {"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}], "num_tokens": 2},
+                {"model": family.mid},
+            ]
+        ),
+        "choice": cascade(
+            [{"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}, {"model": family.mid}]}]
+        ),
+        "choice, model": cascade(
+            [
+                {"sources": [{"suffix": suffix}, {"early_exit": 1}], "num_tokens": 2},
+                {"model": family.mid},
+            ]
+        ),
+        "choice with a head": cascade(
+            [{"sources": [{"suffix": suffix}, {"eagle3": head(family)}]}]
+        ),
+        "n-gram or head": cascade(
+            [{"sources": [{"ngram": {"max": 1}}, {"eagle3": head(family)}]}], 2
+        ),
+        "head, model": cascade(
+            [{"eagle3": head(family), "num_tokens": 2}, {"model": family.mid}], 5
+        ),
+        "choice with a head, model": cascade(
+            [
+                {"sources": [{"suffix": suffix}, {"eagle3": head(family)}], "num_tokens": 2},
+                {"model": family.mid},
+            ],
+            5,
+        ),
+        "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
+        "entropy": cascade(
+            [
+                {"model": family.small, "num_tokens": 2, "stopping": "entropy"},
+                {"model": family.mid, "stopping": "entropy"},
+            ]
+        ),
+        "n-grams, model": cascade(
+            [{"ngram_model": store, "order": 3, "num_tokens": 2}, {"model": family.mid}]
+        ),
+        "horizontal": {
+            **cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
+            "horizontal_tokens": 2,
+        },
+        "three equal": cascade(
+            [
+                {"model": family.target, "num_tokens": 1},
+                {"model": family.target, "num_tokens": 2},
+                {"model": family.target},
+            ],
+            5,
+        ),
+        "lookup, exit, model": cascade(
+            [
+                {"ngram": {"max": 3}, "num_tokens": 1},
+                {"early_exit": 1, "num_tokens": 2},
+                {"model": family.mid},
+            ],
+            5,
+        ),
+        "embedding, exit": cascade(
+            [{"exit_head": embedding_head(family), "num_tokens": 1}, {"early_exit": 1}]
+        ),
+        "mtp": cascade([{"mtp": {}}], 2),
+        "stock model": stock("draft_model", model=family.small, **DRAWN),
+        "stock model, equal": stock("draft_model", model=family.target, **DRAWN),
+        "stock model, argmax": stock("draft_model", model=family.mid, draft_sample_method="greedy"),
+        "stock head": stock("eagle3", model=head(family), **DRAWN),
+        "stock n-gram": stock("ngram_gpu", prompt_lookup_max=3, prompt_lookup_min=1),
+    }[name]
