@@ -25,7 +25,7 @@ def run(setting: Setting) -> Finding:
     for name, speculative in configs.items():
         began = time.monotonic()
         arguments = engines.DUMMY_ARGS | {"model": target, "max_num_seqs": 8}
-        arguments |= {"speculative_config": speculative, "gpu_memory_utilization": 0.5}
+        arguments |= {"speculative_config": speculative} | engines.SMALL_CACHE
         with engines.engine(setting, f"boot {name}", arguments) as process:
             process.wait()
             up = time.monotonic() - began

@@ -35,20 +35,23 @@ SYNC_CHECK = {"VLLM_GPU_SYNC_CHECK": "error"}
 WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}
 
 
+def configurations(small: str, mid: str) -> dict[str, dict[str, Any]]:
+    """Speculative configurations by name, of two drafters."""
+    two = {"model": small, "num_tokens": 3}, {"model": mid}
+    three = {"ngram": {"max": 4}, "num_tokens": 2}, *two
+    return {
+        "two levels": engines.cascade(8, *two),
+        "three levels, adaptive": engines.cascade(8, *three, adaptive=True),
+    }
+
+
 def run(setting: Setting) -> Finding:
     """Two and three levels below an 8B target."""
     engines.require_vllm()
     target, mid, small = (engines.shaped(setting, size) for size in ("8B", "1.7B", "0.6B"))
     Path(target, "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
-    two = {"model": small, "num_tokens": 3}, {"model": mid}
-    configs = {
-        "two levels": engines.cascade(8, *two),
-        "three levels, adaptive": engines.cascade(
-            8, {"ngram": {"max": 4}, "num_tokens": 2}, *two, adaptive=True
-        ),
-    }
     lines, left_out, waiting = [], [], []
-    for name, cascade in configs.items():
+    for name, cascade in configurations(small, mid).items():
         arguments = {"model": target, "speculative_config": cascade, **WEIGHTS}
         part = setting.part(name, partial(_served, setting, name, arguments), SECONDS)
         if part is None:

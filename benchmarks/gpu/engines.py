@@ -53,6 +53,8 @@ DUMMY_ARGS = {
     "enable_prefix_caching": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
+# Several engines fit on a GPU; the utilization is what vLLM wants to be free at least.
+SMALL_CACHE = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}
 # Package of vLLM's V2 runner.
 V2 = "vllm.v1.worker.gpu."
 # float32 needs an attention backend that takes it.
@@ -60,9 +62,7 @@ TINY_ARGS = {
     "dtype": "float32",
     "max_model_len": 1024,
     "max_num_seqs": 32,
-    "kv_cache_memory_bytes": 8 << 30,
-    # What vLLM wants to be free at least; two engines run at once.
-    "gpu_memory_utilization": 0.3,
+    **SMALL_CACHE,
     "enable_prefix_caching": False,
     "attention_backend": "TRITON_ATTN",
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},

@@ -85,7 +85,7 @@ def _no_cap(step: Step) -> None:
 
 def _unsubtracted(step: Step) -> None:
     rejected = step.num_emitted <= step.drafts.shape[1]
-    step.redraw(rejected & (step.uniforms() < 0.2))
+    step.redraw(rejected & (step.uniforms() < 0.5))
 
 
 def _sharp_bonus(step: Step) -> None:
@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[Change, Change]] = {
     "ratio too large at the second place": (_one_place, None),
     "neighbouring rows in one request of 16": (_neighbouring_row, None),
     "whole drafts accepted by an uncapped ratio": (None, _no_cap),
-    "a fifth of recovered tokens from the target": (None, _unsubtracted),
+    "half of the recovered tokens from the target": (None, _unsubtracted),
     "bonus tokens from a sharpened row": (None, _sharp_bonus),
     "drafts accepted unseen": (None, _unseen),
     "every draft accepted in one request of 16": (None, _one_request),

@@ -20,7 +20,8 @@ def test_item(name, record_property):
         triton_cpu.install()
     given = os.environ["HSD_PROOF_OUTPUT"], os.environ["HSD_PROOF_ENDS"]
     origin = json.loads(os.environ.get("HSD_PROOF_ORIGIN", "{}"))
-    setting = Setting(device, Path(given[0]), name, origin, float(given[1]))
+    arguments = json.loads(os.environ.get("HSD_PROOF_ENGINE_ARGS") or "{}")
+    setting = Setting(device, Path(given[0]), name, origin, float(given[1]), arguments)
     # Of step_times, too, with a larger target.
     module, run = ("step_times", "run_32b") if name == "step_times_32b" else (name, "run")
     found = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), run)(setting)

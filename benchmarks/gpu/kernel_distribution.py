@@ -140,6 +140,7 @@ def texts(
                 min_p=0 * one,
                 seeds=seeds,
                 scales=torch.ones(len(lengths), device=device),
+                most_drafted=torch.full_like(index, longest),
                 max_model_len=longest,
             )
             program.run(state)

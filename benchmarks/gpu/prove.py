@@ -32,7 +32,7 @@ from vllm_hsd.checked_files import written_whole
 # Seconds that an item may take longer than it plans for, before it is ended.
 GRACE = 30
 # Entries of `host.description` without which a result is another one.
-SAME = ("device", "code", "torch", "triton", "vllm")
+SAME = ("device", "code", "torch", "triton", "vllm", "engine_args")
 # What is compiled for one engine serves the next one, also after a run that went on elsewhere.
 CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 # "name", "verdict" ("passed", "failed" or "could not run"), "reason", "seconds", "started" (UTC),
@@ -57,7 +57,7 @@ def is_done(result: Result | None, here: dict[str, str]) -> bool:
     """Whether the item has passed with this code and these packages on this device."""
     if result is None or result["verdict"] != "passed" or result.get("waiting"):
         return False
-    return all(result["host"].get(name) == here[name] for name in SAME)
+    return all(result["host"].get(name) == here.get(name) for name in SAME)
 
 
 def run(
@@ -66,6 +66,7 @@ def run(
     *,
     seconds: float = float("inf"),
     again: bool = False,
+    engine_args: str = "",
     on_result: Callable[[Item, Result], object] = lambda item, result: None,
 ) -> list[Item]:
     """Run the items that have not passed on this host with this code, parts of them in turn.
@@ -73,12 +74,13 @@ def run(
     Args:
         seconds: no item is started that might not end within them.
         again: run those that have passed, too.
+        engine_args: JSON, see `Setting.engine_args`.
 
     Returns:
         the items that there was no time for, or not for all of their parts.
     """
     began = time.monotonic()
-    here = host.description()
+    here = host.description() | ({"engine_args": engine_args} if engine_args else {})
     left = []
     for item in items:
         if again:
@@ -113,8 +115,9 @@ def run_item(item: Item, output: Path, here: dict[str, str] | None = None) -> Re
     report.unlink(missing_ok=True)
     started, began, clocks = time.gmtime(), time.time(), host.clocks()
     environment = {"HSD_PROOF_OUTPUT": str(output), "HSD_PROOF_ENDS": str(began + item.limit)}
-    origin = {name: here[name] for name in SAME} if here else {}
+    origin = {name: here[name] for name in SAME if name in here} if here else {}
     environment["HSD_PROOF_ORIGIN"] = json.dumps(origin)
+    environment["HSD_PROOF_ENGINE_ARGS"] = origin.get("engine_args", "")
     for name, directory in CACHES.items():
         environment[name] = os.environ.get(name, str(output / "cache" / directory))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0"]
@@ -238,6 +241,7 @@ def main() -> int:
         "--seconds", type=float, default=float("inf"), help="start nothing that may take longer"
     )
     parser.add_argument("--again", action="store_true", help="also what has passed")
+    parser.add_argument("--engine-args", default="", help="JSON: of vllm.LLM, for every engine")
     args = parser.parse_args()
     if not torch.cuda.is_available() and TOY not in os.environ:
         print("No CUDA device was found: run this on a host with a GPU.", file=sys.stderr)
@@ -252,7 +256,14 @@ def main() -> int:
         for line in [*result["lines"], *(f"left out: {each}" for each in result["left_out"])]:
             print(f"  {line}", flush=True)
 
-    left = run(chosen, output, seconds=args.seconds, again=args.again, on_result=on_result)
+    left = run(
+        chosen,
+        output,
+        seconds=args.seconds,
+        again=args.again,
+        engine_args=args.engine_args,
+        on_result=on_result,
+    )
     print(write_report(output, ITEMS, left))
     print(f"Report: {output / 'report.md'}")
     verdicts = {item.name: (load(output, item) or {}).get("verdict") for item in chosen}

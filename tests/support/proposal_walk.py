@@ -41,8 +41,9 @@ def walk(
     for name in ("window", "end", "start", "drafted", "requested", "base", "limit", "origin"):
         left_over = getattr(expected, name).random_(0, 9, generator=g)
         getattr(state, name).copy_(left_over)
-    groups, tables = block_tables(seed, device=device)
-    tables = [table.cpu() for table in tables]
+    # `groups` holds addresses of the tables, which must live as long.
+    groups, kept = block_tables(seed, device=device)
+    tables = [table.cpu() for table in kept]
     tensors = runner_tensors(seed, num_reqs, schedule.window)
     tensors["scales"] = torch.tensor([0.5, 1.0, 2.0][: schedule.num_levels])
     theirs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
