@@ -24,7 +24,6 @@ MET = [
     ("#49548", {"runner": "V1"}, {"by_batch_size": True}),
     ("#54011", {"adaptive_verification": True}, {"tensor_parallel": 2}),
     ("#57964", {"method": "dspark"}, {"short_draft": True}, {"release": "0.32"}),
-    ("#55279", {"method": "dflash"}),
     ("uniforms again", {"rule": "block"}, {"release": "0.32"}),
     ("by intention", {"rule": "fly"}),
     ("#37865", {"short_graphs": True}),

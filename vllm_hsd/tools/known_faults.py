@@ -235,7 +235,7 @@ KNOWN_FAULTS = (
     KnownFault(
         "prefix caching and any speculation below a target with recurrent layers",
         "slow, not wrong: the prefix cache is hit no more",
-        "watch `vllm:prefix_cache_hits_total`; no speculation where prompts repeat",
+        "no speculation where prompts repeat",
         "vllm-project/vllm#54360",
         "reported for a nightly after 0.28, open; not run by us",
         lambda c: c.stock and c.recurrent and c.prefix_caching,
@@ -243,8 +243,7 @@ KNOWN_FAULTS = (
     KnownFault(
         "prefix caching, asynchronous scheduling and speculation below a target with recurrent "
         "layers, on the V1 runner",
-        "under load a request goes on from the state of another's accepted tokens: wrong texts, "
-        "without an error",
+        "under load a request takes another's count of accepted tokens: wrong texts",
         "`--no-async-scheduling`, or the V2 runner",
         "vllm-project/vllm#53919",
         REPORTED,
@@ -254,7 +253,7 @@ KNOWN_FAULTS = (
     ),
     KnownFault(
         "`num_speculative_tokens_per_batch_size` on the V1 runner on a GPU",
-        "slow, not wrong: throughput collapses where a batch passes a threshold of the table",
+        "slow, not wrong: throughput collapses above a threshold of the table",
         "the V2 runner, or one length",
         "vllm-project/vllm#49548",
         REPORTED,
@@ -276,14 +275,6 @@ KNOWN_FAULTS = (
         "vllm-project/vllm#57941, vllm-project/vllm#57964",
         "reported; read in 0.32 and 0.33; not run by us",
         lambda c: c.method in ("dflash", "dspark") and c.short_draft and c.release == "0.32",
-    ),
-    KnownFault(
-        "a DFlash2 draft and sampled requests, on sm_80",
-        "the engine ends with an illegal memory access after some thousand steps",
-        "temperature 0, or another drafter",
-        "vllm-project/vllm#55279",
-        "reported for 0.27, open; not run by us",
-        lambda c: c.method == "dflash" and c.device == "cuda",
     ),
     KnownFault(
         '`"rejection_sample_method": "block"` in 0.32, temperature above 0',
