@@ -63,6 +63,7 @@ def findings(target, *arguments, **config):
 
 def test_a_configuration_is_read(text_family):
     target = text_family.target
+    assert configuration_findings(target, None, ())[0].text.endswith("no speculation")
     assert "uniforms again" not in findings(target)
     said = findings(target, rejection_sample_method="block")
     assert ("uniforms again" in said) == (installed_release() == "0.32")

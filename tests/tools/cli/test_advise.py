@@ -23,6 +23,7 @@ CASES = [
     (Situation("cpu", MTP, False), {**MTP, "rejection_sample_method": "hierarchical"}),
     (Situation("cuda", MTP, True), MTP),
     (Situation("cuda", DSPARK, False), DSPARK),
+    (Situation("cpu", DSPARK, False), advise.SUFFIX),
 ]
 
 

@@ -55,7 +55,7 @@ def advice(situation: Situation) -> Advice:
             "have overwritten: its own n-gram method changed the texts of such models.",
             [],
         )
-    if situation.drafter:
+    if situation.drafter and (situation.device != "cpu" or _verified_by_us(situation.drafter)):
         return _with_drafter(situation.device, situation.drafter)
     if situation.device == "cpu":
         return Advice(
@@ -81,15 +81,22 @@ def advice(situation: Situation) -> Advice:
     )
 
 
+def _verified_by_us(own: dict[str, Any]) -> bool:
+    """Whether "hierarchical" takes a drafter: on V2, which drafts in parallel for DFlash alone."""
+    return own["method"] in STOCK_METHODS and not own.get("parallel_drafting")
+
+
 def _with_drafter(device: str, own: dict[str, Any]) -> Advice:
     """For a model that brings a drafter: vLLM drafts with it, and on a CPU we verify."""
-    ours = [{**own, "rejection_sample_method": "hierarchical"}] * (own["method"] in STOCK_METHODS)
+    ours = {**own, "rejection_sample_method": "hierarchical"}
     brought = f"The checkpoint brings a drafter, which vLLM serves as method {own['method']!r}."
     unmeasured = "Not measured by us: no such model fits our machines."
-    if device == "cpu" and ours:
+    if device == "cpu":
         block = "Block verification keeps longer prefixes of its drafts."
-        return Advice(ours[0], f"{brought} {block} {unmeasured}", [own])
-    others = [{**own, "enable_adaptive_verification": True}] if own["method"] == "dspark" else ours
+        return Advice(ours, f"{brought} {block} {unmeasured}", [own])
+    others = [ours] if _verified_by_us(own) else []
+    if own["method"] == "dspark":
+        others = [{**own, "enable_adaptive_verification": True}]
     return Advice(
         own,
         f"{brought} Where large batches make it slow, `num_speculative_tokens_per_batch_size` "
