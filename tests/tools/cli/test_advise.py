@@ -3,19 +3,27 @@
 import json
 
 import pytest
+from support.damage import change_config, damaged_copy
+from support.stock_heads import write_mtp_target
 
 from vllm_hsd.tools.cli import advise
-from vllm_hsd.tools.cli.advise import Situation, advice
+from vllm_hsd.tools.cli.advise import Situation, advice, target_of
 from vllm_hsd.tools.cli.doctor import configuration_findings
 from vllm_hsd.tools.cli.main import main
 from vllm_hsd.tools.dtype import Choice
 
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+DSPARK = {"method": "dspark", "num_speculative_tokens": 7}
 CASES = [
-    (Situation("cpu", 0, False), advise.SUFFIX),
-    (Situation("cuda", 0, False), advise.NGRAM),
-    (Situation("cpu", 0, True), None),
-    (Situation("cpu", 1, True), None),
-    (Situation("cuda", 0, True), None),
+    (Situation("cpu", None, False), advise.SUFFIX),
+    (Situation("cuda", None, False), advise.NGRAM),
+    (Situation("cpu", None, True), None),
+    (Situation("cpu", MTP, True), None),
+    (Situation("cuda", None, True), None),
+    (Situation("cpu", MTP, False), {**MTP, "rejection_sample_method": "hierarchical"}),
+    (Situation("cuda", MTP, True), MTP),
+    (Situation("cuda", DSPARK, False), DSPARK),
+    (Situation("cpu", DSPARK, False), advise.SUFFIX),
 ]
 
 
@@ -24,9 +32,52 @@ def test_what_to_start_with(situation, config):
     assert advice(situation).config == config
 
 
+SPECULATOR = {
+    "transformer_layer_config": {"model_type": "llama"},
+    "speculators_model_type": "eagle3",
+    "speculators_config": {
+        "proposal_methods": [{"speculative_tokens": 3}],
+        "verifier": {"name_or_path": "some/target"},
+    },
+}
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+def test_the_drafter_that_a_checkpoint_brings(text_family, tmp_path):
+    def written(name, **changes):
+        change = change_config(**changes)
+        return damaged_copy(text_family.target, tmp_path / name, change)
+
+    assert target_of(text_family.target) == (text_family.target, None)
+    mtp = write_mtp_target(text_family.target, tmp_path / "mtp")
+    assert target_of(mtp) == (mtp, MTP)
+    stages = written("dspark", dspark_block_size=7)
+    assert target_of(stages) == (stages, DSPARK)
+    head = written("head", **SPECULATOR)
+    assert target_of(head) == ("some/target", {**EAGLE3, "model": head})
+
+
+def test_what_is_said_of_a_model_with_layers_that_draft(text_family, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(advise, "choose_dtype", lambda model: Choice("float32", "it is faster"))
+    mtp = write_mtp_target(text_family.target, tmp_path / "mtp")
+    assert main(["advise", "--model", mtp]) == 0
+    printed = capsys.readouterr().out
+    assert "serves as method 'mtp'" in printed
+    assert json.dumps({**MTP, "rejection_sample_method": "hierarchical"}) in printed
+    monkeypatch.setattr(advise, "situation_of", lambda *_: Situation("cuda", DSPARK, True))
+    assert main(["advise", "--model", mtp]) == 0
+    printed = capsys.readouterr().out
+    assert '"enable_adaptive_verification": true' in printed
+    assert "dspark: known fault of vLLM with `enable_adaptive_verification`" in printed
+    assert printed.count("vllm#54360") == 1
+
+
+FAULTY = {"model_type": "deepseek_v3", "architectures": ["X"]}
+
+
 @pytest.mark.parametrize(
     "faulty",
-    [{"num_nextn_predict_layers": "x"}, {"layer_types": [[1]]}, {"hidden_size": "a"}],
+    [{**FAULTY, "num_nextn_predict_layers": "x"}, {"layer_types": [[1]]}, {"hidden_size": "a"}],
     ids=str,
 )
 def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys):

@@ -1,19 +1,22 @@
 """Prompt files in their formats, and files without prompts."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.planner import prompts
+from vllm_hsd.tools.planner import public_sets
 from vllm_hsd.tools.planner.prompts import encode, read_prompts
 
 
 def test_json_lines(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    lines = [{"turns": ["first", "second"], "category": "x"}, {"prompt": "raw text"}]
+    messages = [{"role": "user", "content": "third"}]
+    lines = [{"turns": ["first", "second"]}, {"prompt": "raw text"}, {"messages": messages}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert read_prompts(path) == [[{"role": "user", "content": "first"}], "raw text"]
+    assert read_prompts(path) == [[{"role": "user", "content": "first"}], "raw text", messages]
 
 
 def test_plain_text(tmp_path):
@@ -31,6 +34,7 @@ def test_plain_text(tmp_path):
         ("p.jsonl", '{"question": "x"}', "line 1 of .* has neither a 'prompt'"),
         ("p.jsonl", '{"turns": []}', "has neither"),
         ("p.jsonl", '{"prompt": "  "}', "has neither"),
+        ("p.jsonl", '{"messages": [1]}', "has neither"),
         ("p.jsonl", "[1]", "has neither"),
     ],
 )
@@ -41,23 +45,79 @@ def test_files_that_hold_no_prompts(tmp_path, name, text, message):
         read_prompts(path)
 
 
-def test_a_public_set_is_fetched_once(tmp_path, monkeypatch):
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *names: kept)
-    monkeypatch.setattr(prompts, "PUBLIC_URL", f"{tmp_path.as_uri()}/{{}}.jsonl")
+@pytest.fixture
+def network(tmp_path, monkeypatch):
+    """A directory in place of the servers; what is fetched is kept in another."""
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *names: tmp_path / "kept")
+    monkeypatch.setattr(public_sets, "EAGLE_URL", f"{tmp_path.as_uri()}/{{}}.jsonl")
+    monkeypatch.setattr(public_sets, "SPEC_BENCH_URL", f"{tmp_path.as_uri()}/spec.jsonl")
+    return tmp_path
+
+
+def chats(*texts):
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def test_a_public_set_is_fetched_once(network):
     with pytest.raises(UserError, match=r"'mt_bench' cannot be fetched .*: give a file"):
         read_prompts("mt_bench")
-    source = tmp_path / "mt_bench.jsonl"
-    source.write_text("<html>")
-    with pytest.raises(UserError, match="'mt_bench' cannot be fetched"):
-        read_prompts("mt_bench")
+    source = network / "mt_bench.jsonl"
+    for page in ("<html>", "[1]"):
+        source.write_text(page)
+        with pytest.raises(UserError, match="'mt_bench' cannot be fetched"):
+            read_prompts("mt_bench")
     source.write_text('{"turns": ["first"]}\n')
-    assert read_prompts("mt_bench") == [[{"role": "user", "content": "first"}]]
+    assert read_prompts("mt_bench") == chats("first")
     source.unlink()
-    assert read_prompts("mt_bench") == [[{"role": "user", "content": "first"}]]
-    with pytest.raises(UserError, match="no prompts file 'mtbench'; public sets are alpaca"):
-        read_prompts("mtbench")
+    assert read_prompts("mt_bench") == chats("first")
+
+
+@pytest.mark.parametrize("name", ["mtbench", "mt_bench:a:b", "speed_bench:qualitative:a:b"])
+def test_names_that_are_no_set(name):
+    with pytest.raises(UserError, match=r"no prompts file '.*'; public sets are alpaca"):
+        read_prompts(name)
+
+
+def test_spec_bench_by_category(network):
+    lines = [{"category": "qa", "turns": ["q"]}, {"category": "rag", "turns": ["r", "s"]}]
+    (network / "spec.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_prompts("spec_bench") == chats("q", "r")
+    assert read_prompts("spec_bench:rag") == chats("r")
+    with pytest.raises(UserError, match="no category 'law': give one of qa, rag"):
+        read_prompts("spec_bench:law")
+
+
+def test_speed_bench_by_subset_and_category(network, monkeypatch, capsys):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "datasets", None)
+        with pytest.raises(UserError, match="needs the package datasets: pip install datasets"):
+            read_prompts("speed_bench")
+    rows = [
+        {"category": "coding", "turns": ["c", "d"], "source": "x"},
+        {"category": "math", "turns": ["m"], "source": "x"},
+        {"category": "math", "turns": [f"{public_sets._ELSEWHERE} {{question}}"], "source": "y"},
+    ]
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        if len(asked) == 1:
+            raise ConnectionError("no route")
+        return rows
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(UserError, match=r"'speed_bench' cannot be fetched \(no route\)"):
+        read_prompts("speed_bench")
+    assert read_prompts("speed_bench") == chats("c", "m")
+    assert "1 of 3 prompts are left out" in capsys.readouterr().err
+    assert read_prompts("speed_bench:qualitative:coding") == chats("c")
+    assert not capsys.readouterr().err
+    assert read_prompts("speed_bench:throughput_2k:coding") == chats("c")
+    assert [names[1] for names in asked[1:]] == ["qualitative", "throughput_2k"]
+    assert {(name, split) for name, _, split in asked} == {("nvidia/SPEED-Bench", "test")}
+    with pytest.raises(UserError, match="no subset 'coding': give qualitative, throughput_1k"):
+        read_prompts("speed_bench:coding")
 
 
 class Tokenizer:

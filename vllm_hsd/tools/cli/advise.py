@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from vllm_hsd.errors import UserError, brief, quoted
+from vllm_hsd.host.engine_hooks import STOCK_METHODS
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.doctor import configuration_findings
 from vllm_hsd.tools.dtype import EXACT, choose_dtype
@@ -26,12 +28,12 @@ class Situation:
 
     Attributes:
         device: vLLM's name of the kind of device, as in "cpu" or "cuda".
-        mtp_layers: layers of the model that predict further tokens.
+        drafter: vLLM's configuration of the drafter that the checkpoint brings; None without one.
         recurrent: whether the model keeps a state from which rejected tokens cannot be dropped.
     """
 
     device: str
-    mtp_layers: int
+    drafter: dict[str, Any] | None
     recurrent: bool
 
 
@@ -53,14 +55,8 @@ def advice(situation: Situation) -> Advice:
             "have overwritten: its own n-gram method changed the texts of such models.",
             [],
         )
-    if situation.mtp_layers:
-        own = {"method": "mtp", "num_speculative_tokens": situation.mtp_layers}
-        return Advice(
-            {**own, "rejection_sample_method": "hierarchical"},
-            "The model brings layers that draft for it; block verification keeps longer prefixes "
-            "of their drafts. Not measured by us: no such model fits our machines.",
-            [own],
-        )
+    if situation.drafter and (situation.device != "cpu" or _verified_by_us(situation.drafter)):
+        return _with_drafter(situation.device, situation.drafter)
     if situation.device == "cpu":
         return Advice(
             SUFFIX,
@@ -78,29 +74,81 @@ def advice(situation: Situation) -> Advice:
         )
     return Advice(
         NGRAM,
-        "Nothing of this package has been measured on a GPU. Where a trained EAGLE-3 head or a "
-        "small model of the same tokenizer exists, compare it: "
-        '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5, '
-        '"rejection_sample_method": "hierarchical"}.',
+        "Nothing of this package has been measured on a GPU. Where a drafter was trained for the "
+        "model (EAGLE-3, DFlash, DSpark), or a small model has its tokenizer, vLLM's own method is "
+        'the one to beat: {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}.',
         [SUFFIX],
     )
 
 
-def situation_of(model: str) -> Situation:
-    """Reads the model's configuration and this machine; loads no weights."""
-    from transformers import AutoConfig
-    from vllm.platforms import current_platform
+def _verified_by_us(own: dict[str, Any]) -> bool:
+    """Whether "hierarchical" takes a drafter: on V2, which drafts in parallel for DFlash alone."""
+    return own["method"] in STOCK_METHODS and not own.get("parallel_drafting")
+
+
+def _with_drafter(device: str, own: dict[str, Any]) -> Advice:
+    """For a model that brings a drafter: vLLM drafts with it, and on a CPU we verify."""
+    ours = {**own, "rejection_sample_method": "hierarchical"}
+    brought = f"The checkpoint brings a drafter, which vLLM serves as method {own['method']!r}."
+    unmeasured = "Not measured by us: no such model fits our machines."
+    if device == "cpu":
+        block = "Block verification keeps longer prefixes of its drafts."
+        return Advice(ours, f"{brought} {block} {unmeasured}", [own])
+    others = [ours] if _verified_by_us(own) else []
+    if own["method"] == "dspark":
+        others = [{**own, "enable_adaptive_verification": True}]
+    return Advice(
+        own,
+        f"{brought} Where large batches make it slow, `num_speculative_tokens_per_batch_size` "
+        f"shortens its drafts. {unmeasured}",
+        others,
+    )
+
+
+def target_of(model: str) -> tuple[str, dict[str, Any] | None]:
+    """The target of a checkpoint, and the drafter that it is (speculators' format) or brings.
+
+    Raises:
+        UserError: its configuration cannot be read.
+    """
+    from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
+    from vllm.transformers_utils.config import get_config, maybe_override_with_speculators
 
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-        mtp_layers = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
-    except Exception as error:  # whatever a config.json makes transformers raise
+        target, _, own = maybe_override_with_speculators(model, None, trust_remote_code=False)
+        if own:
+            return target, own
+        config = get_config(model, trust_remote_code=False)
+        if block := getattr(config, "dspark_block_size", None):
+            return model, {"method": "dspark", "num_speculative_tokens": int(block)}
+        # vLLM knows the names of these layers in each family.
+        draft = SpeculativeConfig.hf_config_override(config) if config.architectures else config
+        layers = int(getattr(draft, "n_predict", 0) or 0)
+    except Exception as error:  # whatever a config.json makes vLLM or transformers raise
         raise UserError(f"--model {quoted(model)} cannot be read ({brief(error)}).") from error
-    kinds = set(getattr(config, "layer_types", None) or ())
+    if draft.model_type not in get_args(MTPModelTypes) or layers < 1:
+        return model, None
+    return model, {"method": "mtp", "num_speculative_tokens": layers}
+
+
+def situation_of(model: str, drafter: dict[str, Any] | None) -> Situation:
+    """Reads the target's configuration and this machine; loads no weights.
+
+    Raises:
+        UserError: its configuration cannot be read.
+    """
+    from vllm.platforms import current_platform
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        config = get_config(model, trust_remote_code=False).get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ())
+    except Exception as error:  # whatever a config.json makes vLLM or transformers raise
+        raise UserError(f"--model {quoted(model)} cannot be read ({brief(error)}).") from error
     states = ("ssm_cfg", "mamba_d_state", "state_size", "ssm_state_size", "linear_num_key_heads")
     return Situation(
         device=current_platform.device_type,
-        mtp_layers=max(mtp_layers, 0),
+        drafter=drafter,
         recurrent=bool(kinds & {"linear_attention", "mamba", "recurrent", "conv"})
         or any(hasattr(config, name) for name in states),
     )
@@ -110,11 +158,28 @@ def _options(*configs: dict[str, Any] | None) -> list[str]:
     return [f"--speculative-config {shlex.quote(json.dumps(each))}" for each in configs if each]
 
 
+def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
+    rule = config.get("rejection_sample_method", "standard")
+    return met_by(
+        Combination(
+            method=config["method"],
+            ours=config["method"] == "hsd" or rule == "hierarchical",
+            device=situation.device,
+            runner="V2",
+            recurrent=situation.recurrent,
+            adaptive_verification="enable_adaptive_verification" in config,
+            # Models that bring such a drafter take several GPUs.
+            tensor_parallel=2,
+        )
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Check the user's own configuration, if one is given, and print the advice."""
-    model, given = arguments.model, arguments.speculative_config
+    given = arguments.speculative_config
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    situation = situation_of(model)
+    model, drafter = target_of(arguments.model)
+    situation = situation_of(model, drafter)
     found = advice(situation)
     lines = [f"{situation.device} ({system.processor()}, {system.cores()} cores), {model}"]
     if given is not None:
@@ -142,10 +207,12 @@ def run(arguments: argparse.Namespace) -> int:
             "",
             " \\\n    ".join([bench, *compared]),
         ]
-        for other in found.others:
-            ours = other["method"] == "hsd"
-            combination = Combination(other["method"], ours, situation.device, "V2")
-            lines += [f"  {other['method']}: {text}." for text in met_by(combination)]
+        # Once each, in the table's order.
+        lines += dict.fromkeys(
+            f"  {each['method']}: {text}."
+            for each in filter(None, [found.config, *found.others])
+            for text in _faults(situation, each)
+        )
     if found.config:
         lines.append(f"  vllm-hsd verify --model {name} {option[0]}")
     lines.append(

@@ -25,6 +25,7 @@ from vllm_hsd.errors import UserError, brief, collected, refusal
 from vllm_hsd.host import read_config, registry
 from vllm_hsd.tools import known_faults, system
 from vllm_hsd.tools.cli.options import json_object
+from vllm_hsd.tools.known_faults import Combination
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -283,7 +284,11 @@ def configuration_findings(
             config = engine.create_engine_config()
         mistakes += _head_mistakes(engine)
     except ValidationError as error:
-        raise UserError(refusal(error)) from error
+        # vLLM names the methods that it has, and not what to do without one that it had.
+        method = json_object(speculative_config or "{}", "--speculative-config").get("method")
+        gone = known_faults.GONE_METHODS
+        ways = [f"{gone.sentence}."] if gone.meets(Combination(method, False, "", "V2")) else []
+        raise UserError(refusal(error), *ways) from error
     except Exception as error:  # whatever a config.json makes vLLM or transformers raise
         raise UserError(f"vLLM refuses the configuration: {brief(error)}.") from error
     if mistakes:
@@ -294,7 +299,7 @@ def configuration_findings(
         f"the configuration is valid, on vLLM's {runner} runner: "
         f"{config.speculative_config or 'no speculation'}",
     )
-    faults = known_faults.met_by(known_faults.Combination.of(config))
+    faults = known_faults.met_by(Combination.of(config))
     return [valid, *(Finding("note", text) for text in faults)]
 
 

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from vllm_hsd.errors import UserError, brief, quoted
-from vllm_hsd.tools.planner.prompts import PUBLIC_SETS
+from vllm_hsd.tools.planner.public_sets import PUBLIC_SETS
 
 T = TypeVar("T")
 # Columns of a report.
@@ -57,9 +57,9 @@ def add_engine_options(parser: argparse.ArgumentParser, temperatures: str, outpu
         "--prompts",
         type=Path,
         metavar="FILE.jsonl|SET",
-        help="one JSON object a line with 'prompt' (text) or 'turns' (the first becomes a chat "
-        f"message), or a public set that is fetched ({', '.join(PUBLIC_SETS)}); default: a few "
-        "built-in questions",
+        help="one JSON object a line with 'prompt' (text), 'turns' or 'messages' (the first "
+        f"becomes a chat message), or a public set that is fetched ({', '.join(PUBLIC_SETS)}; "
+        "spec_bench:CATEGORY, speed_bench:SUBSET:CATEGORY); default: a few built-in questions",
     )
     parser.add_argument(
         "--temperatures", type=numbers, default=temperatures, metavar="T[,T...]",

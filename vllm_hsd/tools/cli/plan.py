@@ -75,8 +75,8 @@ def add_parsers(subparsers: Any) -> None:
     add("--eagle3", default=None, metavar="DIR", help="an EAGLE-3 head of the target")
     add(
         "--prompts", type=Path, default=None, metavar="FILE|SET",
-        help="JSON lines (.jsonl) with 'turns' or 'prompt', text with blank lines between, or a "
-        "public set (see bench); without it, the target writes texts of its own",
+        help="JSON lines (.jsonl) with 'turns', 'messages' or 'prompt', text with blank lines "
+        "between, or a public set (see bench); without it, the target writes texts of its own",
     )  # fmt: skip
     add("--num-prompts", type=int, default=64, metavar="N", help="most prompts to use")
     add("--temperature", type=float, default=1.0, help="temperature of the requests")

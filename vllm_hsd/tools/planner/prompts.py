@@ -6,85 +6,72 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_hsd.checked_files import written_whole
-from vllm_hsd.errors import UserError, brief
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.planner.public_sets import PublicSet
 
 # Raw text, or a chat of one message.
 Prompt = str | list[dict[str, str]]
-# At most 80 questions each, those of EAGLE's evaluation.
-PUBLIC_SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum")
-PUBLIC_URL = "https://raw.githubusercontent.com/SafeAILab/EAGLE/main/eagle/data/{}/question.jsonl"
 
 
 def prompts_file(path: str | Path) -> Path:
-    """The file, or one of PUBLIC_SETS in the Hugging Face cache, fetched when it is first named.
+    """The file, or that of a public set, which is fetched when it is first named.
 
     Raises:
         UserError: there is no such file, or the set cannot be fetched.
     """
-    path, name = Path(path), str(path)
-    if path.is_file():
-        return path
-    if name not in PUBLIC_SETS:
-        raise UserError(f"no prompts file '{path}'; public sets are {', '.join(PUBLIC_SETS)}.")
-    # Only now: they are slow to import, and few commands fetch.
-    from urllib.request import urlopen
-
-    from huggingface_hub import cached_assets_path
-
-    kept = cached_assets_path("vllm-hsd", "prompts") / f"{name}.jsonl"
-    if not kept.exists():
-        try:
-            with urlopen(PUBLIC_URL.format(name), timeout=30) as response:
-                text = response.read()
-            # Not the page of a proxy, for example.
-            json.loads(text.split(b"\n")[0])
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"the public prompts '{name}' cannot be fetched ({brief(error)}): give a file."
-            ) from None
-        with written_whole(kept) as unfinished:
-            unfinished.write_bytes(text)
-    return kept
+    return Path(path) if Path(path).is_file() else PublicSet.of(str(path)).file()
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a file, in order: raw text (str), or a chat of one user message.
 
-    One of PUBLIC_SETS is fetched. A file named `*.jsonl` holds one JSON object per line: `prompt`
-    is raw text; of `turns` the first is taken as a chat message, since later turns depend on
-    answers. Any other file is plain text with prompts separated by blank lines.
+    A public set is fetched; prompts whose text its source keeps are left out, which is said. A
+    file named `*.jsonl` holds one JSON object per line: `prompt` is raw text; of `turns` and of
+    `messages` the first is taken as a chat message, since later turns depend on answers. Any other
+    file is plain text with prompts separated by blank lines.
 
     Raises:
-        UserError: no such file, a line that is not such an object, or no prompt at all.
+        UserError: no such file or set, a line that is not such an object, or no prompt at all.
     """
-    path = prompts_file(path)
+    public = None if Path(path).is_file() else PublicSet.of(str(path))
+    file = public.file() if public else Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read ({error}).") from None
-    if path.suffix == ".jsonl":
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-        prompts = [_from_json(f"line {n} of the prompts file '{path}'", line) for n, line in lines]
+        raise UserError(f"'{file}' cannot be read ({error}).") from None
+    if file.suffix == ".jsonl":
+        entries = [
+            _parsed(f"line {n} of the prompts file '{file}'", line)
+            for n, line in enumerate(text.splitlines(), 1)
+            if line.strip()
+        ]
+        prompts = [_prompt(*each) for each in (public.chosen(entries) if public else entries)]
     else:
         prompts = [part.strip() for part in text.split("\n\n") if part.strip()]
     if not prompts:
-        raise UserError(f"the prompts file '{path}' holds no prompt.")
+        raise UserError(f"the prompts file '{file}' holds no prompt.")
     return prompts
 
 
-def _from_json(where: str, line: str) -> Prompt:
+def _parsed(where: str, line: str) -> tuple[str, Any]:
     try:
-        entry: Any = json.loads(line)
+        return where, json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON ({error}).") from None
+
+
+def _prompt(where: str, entry: Any) -> Prompt:
     if isinstance(entry, dict):
         prompt, turns = entry.get("prompt"), entry.get("turns")
         if isinstance(prompt, str) and prompt.strip():
             return prompt
+        if turns is None and isinstance(entry.get("messages"), list):
+            turns = [m.get("content") if isinstance(m, dict) else None for m in entry["messages"]]
         if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
             return [{"role": "user", "content": turns[0]}]
-    raise UserError(f"{where} has neither a 'prompt' (text) nor 'turns' (a list of texts).")
+    raise UserError(
+        f"{where} has neither a 'prompt' (text) nor 'turns' (a list of texts) nor 'messages'."
+    )
 
 
 def encode(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
