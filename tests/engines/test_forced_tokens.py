@@ -61,23 +61,15 @@ GRAMMARS = {
 
 def counted(llm, jobs: dict) -> dict:
     """Results of jobs, with their forced tokens, drafted and accepted."""
+    from vllm_hsd.host.metrics import source_counts, sources_since
+
     results = {}
     for name, job in jobs.items():
-        before = _forced()
+        before = source_counts()
         results |= run_jobs(llm, {name: job})
-        results[name][FORCED] = [now - then for now, then in zip(_forced(), before, strict=True)]
+        found = sources_since(before).get(FORCED, {"drafted": 0, "accepted": 0})
+        results[name][FORCED] = [found["drafted"], found["accepted"]]
     return results
-
-
-def _forced() -> list[float]:
-    from vllm_hsd.host import metrics
-
-    found = []
-    for counter in metrics._counters("source"):
-        samples = next(iter(counter.collect())).samples
-        mine = [s for s in samples if s.labels.get("source") == FORCED and "_total" in s.name]
-        found.append(sum(sample.value for sample in mine))
-    return found
 
 
 @pytest.fixture(scope="module")

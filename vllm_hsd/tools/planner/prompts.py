@@ -11,6 +11,8 @@ from vllm_hsd.errors import UserError, brief
 
 # Raw text, or a chat of one message.
 Prompt = str | list[dict[str, str]]
+# Arguments of `vllm.SamplingParams` that a line may hold.
+SAMPLING = ("extra_args", "structured_outputs")
 # At most 80 questions each, those of EAGLE's evaluation.
 PUBLIC_SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum")
 PUBLIC_URL = "https://raw.githubusercontent.com/SafeAILab/EAGLE/main/eagle/data/{}/question.jsonl"
@@ -49,11 +51,19 @@ def prompts_file(path: str | Path) -> Path:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a file, in order: `read_requests` without what lines hold besides."""
+    return [prompt for prompt, _ in read_requests(path)]
+
+
+def read_requests(path: str | Path) -> list[tuple[Prompt, dict[str, Any]]]:
     """Prompts of a file, in order: raw text (str), or a chat of one user message.
 
     One of PUBLIC_SETS is fetched. A file named `*.jsonl` holds one JSON object per line: `prompt`
     is raw text; of `turns` the first is taken as a chat message, since later turns depend on
     answers. Any other file is plain text with prompts separated by blank lines.
+
+    Returns:
+        each prompt with the arguments of SAMPLING that its line holds.
 
     Raises:
         UserError: no such file, a line that is not such an object, or no prompt at all.
@@ -65,25 +75,28 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         raise UserError(f"'{path}' cannot be read ({error}).") from None
     if path.suffix == ".jsonl":
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-        prompts = [_from_json(f"line {n} of the prompts file '{path}'", line) for n, line in lines]
+        requests = [_from_json(f"line {n} of the prompts file '{path}'", line) for n, line in lines]
     else:
-        prompts = [part.strip() for part in text.split("\n\n") if part.strip()]
-    if not prompts:
+        requests = [(part.strip(), {}) for part in text.split("\n\n") if part.strip()]
+    if not requests:
         raise UserError(f"the prompts file '{path}' holds no prompt.")
-    return prompts
+    return requests
 
 
-def _from_json(where: str, line: str) -> Prompt:
+def _from_json(where: str, line: str) -> tuple[Prompt, dict[str, Any]]:
     try:
         entry: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON ({error}).") from None
     if isinstance(entry, dict):
         prompt, turns = entry.get("prompt"), entry.get("turns")
+        sampling = {key: entry[key] for key in SAMPLING if key in entry}
+        if wrong := [key for key, value in sampling.items() if not isinstance(value, dict)]:
+            raise UserError(f"{where}: '{wrong[0]}' is no JSON object.")
         if isinstance(prompt, str) and prompt.strip():
-            return prompt
+            return prompt, sampling
         if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
-            return [{"role": "user", "content": turns[0]}]
+            return [{"role": "user", "content": turns[0]}], sampling
     raise UserError(f"{where} has neither a 'prompt' (text) nor 'turns' (a list of texts).")
 
 
