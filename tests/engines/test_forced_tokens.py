@@ -120,6 +120,32 @@ def test_wrong_tokens_change_no_text(text_family, plain):
     assert ids(found) == ids(plain["greedy"])
 
 
+def forces_one_letter() -> None:
+    forced_tokens.forced_tokens = lambda grammar, tokenizer: TOKENIZER.encode("zzz")
+
+
+def rejections(llm, jobs) -> tuple[list[float], int]:
+    """Forced tokens, and what moved the thresholds of levels whose drafts end by entropy."""
+
+    def moved(worker) -> int:
+        return int(worker.model_runner.speculator.thresholds.count.sum())
+
+    found = counted(llm, jobs)
+    return found["letters"][FORCED], llm.collective_rpc(moved)[0]
+
+
+def test_a_rejected_token_that_no_level_drafted_moves_no_threshold(text_family):
+    levels = cascade({"model": text_family.small, "stopping": "entropy"})
+    engine = {"model": text_family.target, **GRAMMARS, **levels}
+    params = {"structured_outputs": {"regex": "[a-z]*"}, "temperature": 0, "max_tokens": 20}
+    job = {"letters": {"prompts": PROMPTS, "params": params}}
+    patch = "engines.test_forced_tokens:forces_one_letter"
+    (drafted, accepted), moved = run_engine(engine, job, work=rejections, patch=patch)
+    assert accepted < drafted and moved == 0
+    _, moved = run_engine(engine, job, work=rejections)
+    assert moved > 0
+
+
 class Grammar:
     """Of xgrammar's kind: text that must follow, of which tokens up to `valid` are allowed."""
 
