@@ -355,7 +355,7 @@ def test_prompts_with_a_prediction_and_a_grammar(text_family, tmp_path, capsys, 
     monkeypatch.setattr(bench_runs, "EngineProcess", engine)
     schema = {"enum": ["one of them, at length", "only this one, otherwise"]}
     # Whatever the answer begins with, a place follows it.
-    predicted = {"hsd_prediction": list(range(text_family.vocabulary))}
+    predicted = {"hsd_prediction": "".join(map(chr, range(32, 127)))}
     lines = [
         {"prompt": "def f(", "extra_args": predicted},
         {"prompt": "import ", "structured_outputs": {"json": schema}},
