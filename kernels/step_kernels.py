@@ -117,7 +117,9 @@ def stage_kernel(
     tl.store(base_ptr + request, base)
     tl.store(end_ptr + request, WINDOW)
     last = tl.minimum(length + longest + HORIZONTAL - 2, max_model_len - 1)
-    tl.store(limit_ptr + request, tl.where(requested > 0, last, -1))
+    # One that drafts nothing is read all the same: its blocks may serve a later request.
+    last = tl.where(requested > 0, last, tl.minimum(length, max_model_len) - 1)
+    tl.store(limit_ptr + request, tl.where(drafts, last, -1))
     tl.store(slot_ptr + request, slot.to(tl.int32))
     at = at_level(LEVELS - 1, level_stride, request)
     tl.store(start_ptr + at, WINDOW)
@@ -186,7 +188,10 @@ def place_kernel(
     else:
         end = text_end
     top = at_level(LEVELS - 1, level_stride, request)
+    limit = tl.load(limit_ptr + request)
     running = tl.load(drafted_ptr + top) < tl.load(requested_ptr + top)
+    # Up to the end of the text.
+    running = running | (limit == base + WINDOW - 1)
     lane = tl.arange(0, LANES)
     fed = lane < query
     index = end - query + lane
@@ -212,7 +217,7 @@ def place_kernel(
             drafted = tl.load(drafted_ptr + own)
             has_room = drafted < tl.load(requested_ptr + own)
             tl.store(origin_ptr + request, tl.where(has_room, drafted, -1))
-    written = fed & running & (slot >= 0) & (base + index <= tl.load(limit_ptr + request))
+    written = fed & running & (slot >= 0) & (base + index <= limit)
     if not COMMITTED_TOO:
         written = written & (index >= WINDOW - 1)
     where = place_in_cache(

@@ -2,19 +2,19 @@
 
     python -m benchmarks.studies.request_keys
 
-A file is the answer, and the prediction is what it was before an edit, which is not in the prompt:
-with another name in all places, a line less and a line more. JSON follows a schema of 20 keys. No
-speculation and one cascade, which every request uses as its keys say, take turns at temperature 0,
-one request at a time.
+Five files are the answers, and the prediction is what each was before an edit, which is not in the
+prompt: with another name in all places, a line less and a line more. JSON follows five schemas of
+20 keys. No speculation and one cascade, which every request uses as its keys say, take turns at
+temperature 0, one request at a time. Every answer is paired with the plain one of its turn.
 """
 
 import argparse
-import json
 import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.columns import Table, counts, times
@@ -26,21 +26,29 @@ from vllm_hsd.tools.engine import EngineProcess, Generation
 FILES = (
     ("a class `Warehouse` (add, remove, price, total, report)", "Warehouse", "Inventory"),
     ("functions that print statistics of a CSV file of temperatures", "temperature", "reading"),
+    ("a class `Scheduler` that runs tasks by priority and retries them", "Scheduler", "Runner"),
+    ("a command line program that counts the words of text files", "word", "token"),
+    ("a class `Matrix` (add, multiply, transpose, determinant, print)", "Matrix", "Grid"),
 )
-KEYS = (
-    *("title", "subtitle", "author_name", "author_country", "publisher", "publication_year"),
-    *("language", "number_of_pages", "genre", "main_character", "opening_sentence", "setting"),
-    *("average_rating", "number_of_ratings", "cover_colour", "price_in_dollars", "isbn"),
-    *("has_a_film_version", "recommended_age", "summary"),
+SUBJECTS = ("the novel Moby-Dick", "the city of Lisbon", "the violin", "the Moon", "the bicycle")
+# Keys that suit any of them: texts, integers and choices.
+TEXTS = (
+    *("name", "subtitle", "short_description", "long_description", "category", "country_of_origin"),
+    *("language_of_the_name", "best_known_for", "opening_sentence", "most_famous_person"),
+    *("typical_colour", "main_material", "closest_relative", "common_misunderstanding"),
+    *("how_it_is_used_today", "where_to_see_it", "advice_for_beginners", "closing_remark"),
 )
-NUMBERS = ("publication_year", "number_of_pages", "number_of_ratings", "recommended_age")
-SCHEMA = {
-    "type": "object",
-    "properties": {key: {"type": "integer" if key in NUMBERS else "string"} for key in KEYS},
-    "required": list(KEYS),
-    "additionalProperties": False,
+INTEGERS = (
+    *("first_year", "last_change_year", "number_of_parts", "number_of_names", "age_in_years"),
+    *("price_in_dollars", "weight_in_grams", "visitors_a_year", "recommended_age", "rating"),
+)
+CHOICES = {
+    "popularity": ["hardly known", "known to experts", "known to everybody"],
+    "condition": ["excellent", "acceptable", "in need of repair"],
+    "difficulty_level": ["beginner", "intermediate", "advanced"],
+    "has_a_film": ["yes, more than one", "yes, exactly one", "none at all"],
 }
-BOOKS = ("Moby-Dick", "The Hobbit")
+KEYS_OF_SCHEMA = 20
 CASCADE = {
     "method": "hsd",
     "num_speculative_tokens": 16,
@@ -67,12 +75,30 @@ def chat(llm: Any, request: str) -> list[int]:
     return found
 
 
-def before_the_edit(text: str, new: str, old: str) -> str:
-    """A file with another name, without one of its lines and with one that it does not have."""
-    lines = text.replace(new, old).split("\n")
-    del lines[len(lines) // 3]
-    lines.insert(2 * len(lines) // 3, "    # Not done yet.")
+def before_the_edit(text: str, new: str, old: str, seed: int) -> str:
+    """A file with another name, without one of its lines and with one that it does not have.
+
+    Their places, in the first and in the last half, depend on the seed.
+    """
+    rng, lines = Random(seed), text.replace(new, old).split("\n")
+    half = len(lines) // 2
+    lines.insert(rng.randint(half, len(lines)), "    # Not done yet.")
+    del lines[rng.randrange(max(half, 1))]
     return "\n".join(lines)
+
+
+def schema(seed: int) -> dict[str, Any]:
+    """A JSON schema of KEYS_OF_SCHEMA required keys in an order of their own."""
+    kinds: dict[str, dict[str, Any]] = {key: {"type": "string"} for key in TEXTS}
+    kinds |= {key: {"type": "integer"} for key in INTEGERS}
+    kinds |= {key: {"enum": values} for key, values in CHOICES.items()}
+    keys = Random(seed).sample([*kinds], KEYS_OF_SCHEMA)
+    return {
+        "type": "object",
+        "properties": {key: kinds[key] for key in keys},
+        "required": keys,
+        "additionalProperties": False,
+    }
 
 
 def force(llm: Any, switched_on: bool) -> None:
@@ -82,13 +108,21 @@ def force(llm: Any, switched_on: bool) -> None:
         mock.patch("vllm_hsd.host.forced_tokens.forced_tokens", lambda *_: []).start()
 
 
+class Task(NamedTuple):
+    """What is asked for, and the keys of each way to answer it."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    keys: dict[str, dict[str, Any]]
+
+
 class Study:
     """Two engines and the table of what they answer.
 
     Args:
         rounds: answers of each way to each task.
         longest: tokens of an answer.
-        tasks: most files, and most books.
+        tasks: most files, and most schemas.
     """
 
     def __init__(
@@ -107,38 +141,37 @@ class Study:
     def edits(self) -> None:
         """Every file, with the old one as prediction; a wrong one has its words in reverse."""
         tasks = []
-        for file, new, old in FILES[: self.tasks]:
+        for seed, (file, new, old) in enumerate(FILES[: self.tasks]):
             prompt = self.plain.call(chat, f"Write {file}: 60 lines of Python without comments.")
-            before = before_the_edit(self._answer(self.plain, prompt).texts[0], new, old)
+            answer = self._answer(self.plain, prompt, self.params)
+            before = before_the_edit(answer.texts[0], new, old, seed)
             keys: dict[str, dict[str, Any]] = {PLAIN: {}, UNSAID: {}}
             keys[SAID] = {"hsd_prediction": before}
             keys[WRONG] = {"hsd_prediction": " ".join(reversed(before.split(" ")))}
-            tasks.append((prompt, keys))
+            tasks.append(Task(prompt, self.params, keys))
         self._compare("edit of a file", tasks)
 
     def grammars(self) -> None:
-        """The schema for every book."""
-        asked = "Describe the novel {} as JSON with the keys {}."
-        prompts = [
-            self.plain.call(chat, asked.format(book, ", ".join(KEYS)))
-            for book in BOOKS[: self.tasks]
-        ]
-        self.params = {**self.params, "structured_outputs": {"json": SCHEMA}}
-        ways: dict[str, dict[str, Any]] = {PLAIN: {}, FREE: {}, FORCED: {}}
-        self._compare("JSON of 20 keys", [(prompt, ways) for prompt in prompts])
+        """A schema for every subject."""
+        tasks = []
+        for seed, subject in enumerate(SUBJECTS[: self.tasks]):
+            own = schema(seed)
+            asked = f"Describe {subject} as JSON with the keys {', '.join(own['required'])}."
+            params = {**self.params, "structured_outputs": {"json": own}}
+            ways: dict[str, dict[str, Any]] = {PLAIN: {}, FREE: {}, FORCED: {}}
+            tasks.append(Task(self.plain.call(chat, asked), params, ways))
+        self._compare(f"JSON of {KEYS_OF_SCHEMA} keys", tasks)
 
-    def _compare(
-        self, group: str, tasks: list[tuple[list[int], dict[str, dict[str, Any]]]]
-    ) -> None:
+    def _compare(self, group: str, tasks: list[Task]) -> None:
         found: dict[str, list[Generation]] = {}
         for turn in range(self.rounds):
-            for prompt, keys in tasks:
-                names = [*keys]
+            for task in tasks:
+                names = [*task.keys]
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     engine = self.plain if name == PLAIN else self.cascade
                     if name in (FREE, FORCED):
                         engine.call(force, name == FORCED)
-                    answer = self._answer(engine, prompt, keys[name])
+                    answer = self._answer(engine, task.prompt, task.params, task.keys[name])
                     found.setdefault(name, []).append(answer)
                     found_in = answer.num_target_steps, answer.seconds, answer.cpu_seconds
                     print(group, name, answer.num_tokens, *found_in, flush=True)
@@ -161,11 +194,25 @@ class Study:
                 "max_tokens": self.params["max_tokens"],
             }
             self.table.add([row])
+            print(summary(row), flush=True)
 
     def _answer(
-        self, engine: EngineProcess, prompt: list[int], keys: dict[str, Any] | None = None
+        self,
+        engine: EngineProcess,
+        prompt: list[int],
+        params: dict[str, Any],
+        keys: dict[str, Any] | None = None,
     ) -> Generation:
-        return engine.generate([prompt], {**self.params, "extra_args": keys or None})
+        return engine.generate([prompt], {**params, "extra_args": keys or None})
+
+
+def summary(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    return (
+        f"{row['group']}, {row['configuration']}: {row['speedup']:.2f} times no speculation, "
+        f"quartiles of {row['batches']} answers {row['speedup_low']:.2f} to "
+        f"{row['speedup_high']:.2f}; {row['tokens_per_step']:.2f} tokens per step"
+    )
 
 
 def main() -> None:
@@ -173,7 +220,7 @@ def main() -> None:
     parser.add_argument("--size", default="0.5B", help="of the Qwen2.5-Coder target")
     parser.add_argument("--rounds", type=int, default=2, help="answers of each way to each task")
     parser.add_argument("--max-tokens", type=int, default=400, help="of an answer")
-    parser.add_argument("--tasks", type=int, default=2, help="most files, and most books")
+    parser.add_argument("--tasks", type=int, default=5, help="most files, and most schemas")
     parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--cases", nargs="+", default=["edits", "grammars"], help="what to answer")
     given = parser.parse_args()
@@ -188,7 +235,6 @@ def main() -> None:
         study = Study(plain, cascade, table, given.rounds, given.max_tokens, given.tasks)
         for case in given.cases:
             getattr(study, case)()
-    print(json.dumps(table.rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import xgrammar
 from support.engines import ids, run_engine, run_jobs
 from support.level_files import cascade
 from support.marks import slow
 from support.odd_requests import TOKENIZER
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from vllm_hsd.host import forced_tokens
 from vllm_hsd.host.forced_tokens import ATTRIBUTE, FORCED, force
@@ -61,23 +64,15 @@ GRAMMARS = {
 
 def counted(llm, jobs: dict) -> dict:
     """Results of jobs, with their forced tokens, drafted and accepted."""
+    from vllm_hsd.host.metrics import source_counts, sources_since
+
     results = {}
     for name, job in jobs.items():
-        before = _forced()
+        before = source_counts()
         results |= run_jobs(llm, {name: job})
-        results[name][FORCED] = [now - then for now, then in zip(_forced(), before, strict=True)]
+        found = sources_since(before).get(FORCED, {"drafted": 0, "accepted": 0})
+        results[name][FORCED] = [found["drafted"], found["accepted"]]
     return results
-
-
-def _forced() -> list[float]:
-    from vllm_hsd.host import metrics
-
-    found = []
-    for counter in metrics._counters("source"):
-        samples = next(iter(counter.collect())).samples
-        mine = [s for s in samples if s.labels.get("source") == FORCED and "_total" in s.name]
-        found.append(sum(sample.value for sample in mine))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +120,32 @@ def test_wrong_tokens_change_no_text(text_family, plain):
     assert ids(found) == ids(plain["greedy"])
 
 
+def forces_one_letter() -> None:
+    forced_tokens.forced_tokens = lambda grammar, tokenizer: TOKENIZER.encode("zzz")
+
+
+def rejections(llm, jobs) -> tuple[list[float], int]:
+    """Forced tokens, and what moved the thresholds of levels whose drafts end by entropy."""
+
+    def moved(worker) -> int:
+        return int(worker.model_runner.speculator.thresholds.count.sum())
+
+    found = counted(llm, jobs)
+    return found["letters"][FORCED], llm.collective_rpc(moved)[0]
+
+
+def test_a_rejected_token_that_no_level_drafted_moves_no_threshold(text_family):
+    levels = cascade({"model": text_family.small, "stopping": "entropy"})
+    engine = {"model": text_family.target, **GRAMMARS, **levels}
+    params = {"structured_outputs": {"regex": "[a-z]*"}, "temperature": 0, "max_tokens": 20}
+    job = {"letters": {"prompts": PROMPTS, "params": params}}
+    patch = "engines.test_forced_tokens:forces_one_letter"
+    (drafted, accepted), moved = run_engine(engine, job, work=rejections, patch=patch)
+    assert accepted < drafted and moved == 0
+    _, moved = run_engine(engine, job, work=rejections)
+    assert moved > 0
+
+
 class Grammar:
     """Of xgrammar's kind: text that must follow, of which tokens up to `valid` are allowed."""
 
@@ -150,6 +171,54 @@ class Guidance(Other):
     """Of llguidance's kind, which says it in tokens."""
 
     ll_matcher = SimpleNamespace(compute_ff_tokens=lambda: [7, 8])
+
+
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    """Trained on some JSON; of SentencePiece's kind it puts a space before every text."""
+    model = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=kind != "bytes"))
+    if kind == "bytes":
+        model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    elif kind == "Metaspace":
+        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+        model.normalizer = normalizers.Sequence([*spaces])
+    if kind != "bytes":
+        parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+        model.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    texts = [json.dumps(dict.fromkeys(KEYS[n:], "x"), indent=n) for n in (0, 1, 2)] * 20
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256) if kind != "bytes")]
+    model.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=500,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else [],
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="</s>")
+
+
+# Forced in the middle of an answer: by a schema, and texts with spaces and lines.
+CONTINUED = ('{"the_first_of_all_keys": "', "the_first", ' "another"', '\n  "another"', "\n\n")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "Metaspace", "Prepend"])
+@pytest.mark.parametrize("text", CONTINUED)
+def test_a_text_that_goes_on_has_no_space_of_its_own(kind, text):
+    tokenizer = tokenizer_of(kind)
+    before = tokenizer.encode("x", add_special_tokens=False)
+    tokens = forced_tokens._continued(tokenizer, text)
+    assert tokenizer.decode([*before, *tokens]) == f"x{text}"
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    # Metaspace puts none before a space.
+    assert (tokens == plain) is (kind == "bytes" or (kind == "Metaspace" and text[0] == " "))
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer))
+    grammar = compiler.compile_grammar(f"root ::= {json.dumps(text)} [a-z]")
+    matcher = xgrammar.GrammarMatcher(grammar)
+    found = forced_tokens.forced_tokens(SimpleNamespace(matcher=matcher), tokenizer)
+    assert found == tokens and all(matcher.accept_token(token) for token in found)
 
 
 LIMITED = SimpleNamespace(extra_args={"hsd_num_tokens": 1})

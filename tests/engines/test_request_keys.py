@@ -3,7 +3,7 @@
 import pytest
 from support.adapters import write_adapter
 from support.eagle3_head import write_eagle3_head
-from support.engines import ids, in_process, run_engine
+from support.engines import ids, in_process, run_engine, run_jobs
 from support.level_files import cascade
 from support.marks import slow
 
@@ -19,18 +19,19 @@ def said(params: list[dict], keys: list[dict]) -> list[dict]:
 
 
 def predicted(answers: list[list[int]]) -> list[dict]:
-    """A prediction for each answer: right, edited, wrong, too long or none."""
+    """A prediction for each answer."""
     one, two, three, four, _, six, seven, _ = answers
-    predictions = [
-        one,
-        [*two[:9], *two[14:]],
-        [*three[:9], 3, 4, 5, *three[9:]],
-        [63 - token for token in four],
-        [],
-        six + [7] * 150,
-        [*reversed(seven)],
-    ]
-    return [*({"hsd_prediction": tokens} for tokens in predictions), {"other": "key"}]
+    predictions = {
+        "equal": one,
+        "a part less": [*two[:9], *two[14:]],
+        "a part more": [*three[:9], 3, 4, 5, *three[9:]],
+        "by another tokenizer": [63 - token for token in four],
+        "empty": [],
+        "longer than the answer": six + [7] * (256 - LENGTH),
+        "backwards": [*reversed(seven)],
+        "garbage": [(37 * i * i + 11) % 64 for i in range(90)],
+    }
+    return [{"hsd_prediction": tokens, "other": "key"} for tokens in predictions.values()]
 
 
 def lengths() -> list[dict]:
@@ -42,6 +43,7 @@ BASE = {
     "seeded": {"prompts": PROMPTS, "params": SEEDED},
 }
 
+CROWDED = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 9}
 ENGINES = {
     "alone": lambda family: cascade(PREDICTION, num_speculative_tokens=6),
     "adaptive": lambda family: cascade(PREDICTION, num_speculative_tokens=6, adaptive=True),
@@ -52,14 +54,15 @@ ENGINES = {
     ),
     "chunked prefill and preemption": lambda family: {
         **cascade(PREDICTION, num_speculative_tokens=4),
-        "max_num_batched_tokens": 24,
-        "max_num_seqs": 8,
-        "num_gpu_blocks_override": 9,
-        "block_size": 32,
+        **CROWDED,
     },
     "as on a GPU": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
+    "chunked, below a model as on a GPU": lambda family: {
+        **cascade({**PREDICTION, "num_tokens": 2}, {"model": family.mid}, num_speculative_tokens=4),
+        **CROWDED,
+    },
 }
-PATCHES = {"as on a GPU": "engines.test_request_keys:as_on_a_gpu"}
+ON_GPUS = "engines.test_request_keys:as_on_a_gpu"
 SLOW = ("adaptive", "next to a model")
 
 
@@ -103,8 +106,10 @@ def jobs(plain) -> dict:
 
 @pytest.fixture(scope="module", params=[*(n for n in ENGINES if n not in SLOW), *slow(*SLOW)])
 def results(request, family, jobs) -> tuple[str, dict]:
-    engine = {"model": family.target, **ENGINES[request.param](family)}
-    return request.param, run_engine(engine, jobs, patch=PATCHES.get(request.param))
+    # Small blocks: later jobs find their prompts computed.
+    engine = {"model": family.target, "block_size": 32, **ENGINES[request.param](family)}
+    patch = ON_GPUS if "as on a GPU" in request.param else None
+    return request.param, run_engine(engine, jobs, patch=patch)
 
 
 def test_no_key_changes_a_text(results, plain):
@@ -125,9 +130,35 @@ def test_drafts_follow_the_keys(results):
     assert level["drafted"] - level["accepted"] <= 6 or "model" in name
     assert level["accepted"] > LENGTH // 2
     *_, level = found["both"]["levels"]
-    assert 0 < level["drafted"] <= 2 * level["rounds"]
-    if name.startswith("chunked"):
-        assert sum(job["counters"]["num_preemptions"] for job in found.values()) > 0
+    # Of every branch too.
+    assert 0 < level["drafted"] - level["branch_tokens"] <= 2 * level["rounds"]
+    # In so few blocks nothing stays that a later job could find.
+    happens = "num_preemptions" if name.startswith("chunked") else "prefix_cache_hits"
+    assert sum(job["counters"][happens] for job in found.values()) > 0
+
+
+def goes_on(llm, jobs) -> dict:
+    """A request that drafts nothing, and one whose prompt is all that it has computed."""
+    results = run_jobs(llm, jobs)
+    [(before, answer)] = zip(jobs["off"]["prompts"], ids(results["off"]), strict=True)
+    prompts = [[*before, *answer]]
+    return run_jobs(llm, {"on": {"prompts": prompts, "params": GREEDY}})["on"]
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("patch", [None, ON_GPUS])
+def test_a_request_that_drafts_nothing_leaves_no_hole_in_shared_blocks(family, levels, patch):
+    """Models equal to the target: what they lack would cost acceptance."""
+    model = {"model": family.target}
+    below = [{**model, "num_tokens": 2 + k} for k in range(levels - 1)]
+    engine = {**model, **cascade(*below, model), "block_size": 32}
+    off = {**GREEDY, "max_tokens": 100, "extra_args": {"hsd_num_tokens": 0}}
+    jobs = {"off": {"prompts": PROMPTS[2:3], "params": off}}
+    found = run_engine(engine, jobs, work=goes_on, patch=patch)
+    assert found["counters"]["prefix_cache_hits"] >= 96
+    *_, level = found["levels"]
+    # A GPU may draft after the last token.
+    assert level["drafted"] - level["accepted"] <= 5 < level["accepted"]
 
 
 @pytest.mark.slow
@@ -148,9 +179,10 @@ def test_adapters(family, tmp_path):
     job = {"prompts": PROMPTS[:6], "params": GREEDY, "adapters": [None, first, second] * 2}
     expected = ids(run_engine(lora, {"a": job})["a"])
     job = {**job, "params": said([GREEDY] * 6, [{"hsd_prediction": expected[1]}] * 6)}
-    found = run_engine({**lora, **cascade(PREDICTION)}, {"a": job})["a"]
-    assert ids(found) == expected
-    assert found["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
+    for patch in (None, ON_GPUS):
+        found = run_engine({**lora, **cascade(PREDICTION)}, {"a": job}, patch=patch)["a"]
+        assert ids(found) == expected
+        assert found["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
 
 
 REFUSED = {

@@ -50,7 +50,8 @@ def stage(
         state.base[b] = n - window if drafts else 0
         state.window[b, :window] = text[slot, n - window : n] if drafts else 0
         state.end[b] = window
-        state.limit[b] = min(n + longest - 2, max_model_len - 1) if requested else -1
+        last = n + longest - 2 if requested else n - 1
+        state.limit[b] = min(last, max_model_len - 1) if drafts else -1
         state.start[top, b], state.drafted[top, b], state.requested[top, b] = window, 0, requested
         _request_below(state, schedule.draft_lengths, top, b)
         state.temperature[:, b] = temperature[slot] * scales if slot >= 0 else 0
@@ -75,7 +76,9 @@ def place(state, schedule, op, groups, max_model_len, *, committed_too=True, lan
         state.query_start_loc[b : b + 2] = torch.tensor([b, b + 1]).clamp_max(num_reqs) * q
         base = int(state.base[b])
         state.seq_lens[b] = min(base + end, max_model_len) if b < num_reqs else 0
-        running = bool(state.drafted[top, b] < state.requested[top, b]) and int(state.slot[b]) >= 0
+        running = bool(state.drafted[top, b] < state.requested[top, b])
+        running |= int(state.limit[b]) == base + schedule.window - 1
+        running &= int(state.slot[b]) >= 0
         for i in range(q):
             index = end - q + i
             position = base + index

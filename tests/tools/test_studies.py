@@ -5,12 +5,13 @@ import csv
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from benchmarks import plot, shared_engines, sweep
 from benchmarks.columns import COLUMNS, Table
-from benchmarks.studies import cascades, demo, real_model, windows
+from benchmarks.studies import cascades, demo, real_model, request_keys, windows
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import PLAIN, Group, Sweep
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
@@ -227,3 +228,51 @@ def test_ways_to_verify_share_five_engines_and_are_drawn_by_draft_limit(monkeypa
     assert {row["set"] for row in rows} == {"b"} and len(rows) == 6
     assert windows.by_limit(rows[1])["draft limit"] == "5"
     assert (tmp_path / "windows.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Answers:
+    """An engine that writes a file of forty lines, faster with a right prediction."""
+
+    engine_args: ClassVar = {"dtype": "float32"}
+    text = "\n".join(f"    word = {i}" for i in range(40))
+
+    def __init__(self, speed):
+        self.speed, self.asked = speed, []
+
+    def call(self, function, *args):
+        return [1, 2] if function is request_keys.chat else None
+
+    def generate(self, prompts, params):
+        self.asked.append(params)
+        seconds = (1 + len(self.asked) % 3) / self.speed
+        ids = [[1] * params["max_tokens"]]
+        return Generation(ids, [self.text], seconds, seconds, [0.1], [seconds], [5])
+
+
+def test_every_answer_of_a_request_is_paired_with_the_plain_one(tmp_path, capsys):
+    plain, cascade = Answers(1), Answers(2)
+    table = Table(tmp_path / "request_keys.csv")
+    study = request_keys.Study(plain, cascade, table, rounds=2, longest=30, tasks=5)
+    study.edits()
+    study.grammars()
+    said = [
+        params["extra_args"]["hsd_prediction"] for params in cascade.asked if params["extra_args"]
+    ]
+    assert len(said) == 2 * 2 * 5 and len(set(said)) == 10
+    schemas = [params["structured_outputs"]["json"] for params in plain.asked[15:]]
+    assert len({tuple(each["required"]) for each in schemas}) == 5
+    assert all(len(set(each["required"])) == 20 for each in schemas)
+    assert {row["batches"] for row in table.rows} == {"10"} and len(table.rows) == 2 * (4 + 3)
+    for row in table.rows:
+        low, middle, high = (float(row[f"speedup{end}"]) for end in ("_low", "", "_high"))
+        assert low <= middle <= high and (low < high or row["configuration"] == PLAIN)
+    assert capsys.readouterr().out.count("quartiles of 10 answers") == len(table.rows)
+
+
+def test_a_file_before_an_edit_has_another_name_and_other_lines():
+    found = {request_keys.before_the_edit(Answers.text, "word", "token", i) for i in range(9)}
+    assert len(found) == 9
+    for text in found:
+        lines = text.split("\n")
+        assert "word" not in text and len(lines) == 40
+        assert len(set(lines) - {f"    token = {i}" for i in range(40)}) == 1

@@ -111,7 +111,8 @@ def place(
     """Write the inputs of an op's forward pass, and for a verification what it verifies.
 
     The fed tokens are the last ones of the text, for a verification with a whole draft below. A KV
-    entry is written where the request still drafts and the position is at most its limit.
+    entry is written where the position is at most the request's limit, and where it still drafts or
+    that limit is the end of its text, as of requests that draft nothing.
 
     Args:
         state, schedule, op: what runs.

@@ -20,6 +20,8 @@ from vllm_hsd.host.request_keys import NUM_TOKENS
 FORCED = "forced"
 # Of a scheduler, and of what it hands to the worker: name of a request -> its forced tokens.
 ATTRIBUTE = "hsd_forced"
+# Put before a text that goes on. The second is for one that begins with a space or a line.
+ANCHORS = ("\n", "0")
 UPDATE_REQUESTS = f"{RUNNER}.update_requests"
 
 
@@ -28,10 +30,23 @@ def forced_tokens(grammar: Any, tokenizer: Any) -> list[int]:
     # xgrammar gives text, of which the grammar allows every tokenization.
     if (matcher := getattr(grammar, "matcher", None)) is not None:
         text = matcher.find_jump_forward_string()
-        return tokenizer.encode(text, add_special_tokens=False) if text else []
+        return _continued(tokenizer, text) if text else []
     if (matcher := getattr(grammar, "ll_matcher", None)) is not None:
         return list(matcher.compute_ff_tokens())
     return []
+
+
+def _continued(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that goes on: SentencePiece puts a space before one that begins."""
+    for before in ANCHORS:
+        anchor, both = (
+            list(tokenizer.encode(each, add_special_tokens=False))
+            for each in (before, before + text)
+        )
+        # Unless a token holds the end of one and the beginning of the other.
+        if both[: len(anchor)] == anchor:
+            return both[len(anchor) :]
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def force(scheduler: Any, draft_token_ids: Any) -> dict[str, list[int]]:

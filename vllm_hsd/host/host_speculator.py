@@ -66,6 +66,9 @@ class HostSpeculator(BaseSpeculator):
             self.program.awaited[slot] = False
             if self.budget is not None:
                 self.budget.verified[slot] = False
+            if self.thresholds is not None:
+                # What the target rejects is no token of a level.
+                self.thresholds.entropy[-1][at] = np.nan
             computed = self.caches.computed[:, slot]
             np.minimum(computed, int(states.total_len.gpu[slot]) - 1, out=computed)
 

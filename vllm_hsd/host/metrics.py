@@ -131,6 +131,21 @@ def level_counts() -> list[dict[str, float]]:
     return [found[i] for i in sorted(found)]
 
 
+def source_counts() -> dict[str, dict[str, float]]:
+    """Counters of this process by source of the lowest level, forced tokens too, where it has some.
+
+    As those of `level_counts`, with the keys of SOURCE_COUNTERS.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, counter in zip(SOURCE_COUNTERS, _counters("source"), strict=True):
+        for sample in next(iter(counter.collect())).samples:
+            if sample.name.endswith("_total"):
+                source = sample.labels["source"]
+                own = found.setdefault(source, dict.fromkeys(SOURCE_COUNTERS, 0.0))
+                own[name] += sample.value
+    return found
+
+
 def counted_since(before: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """What `level_counts` has gained since it was `before`, which may have had fewer levels."""
     now = level_counts()
@@ -139,6 +154,14 @@ def counted_since(before: Sequence[Mapping[str, float]]) -> list[dict[str, float
         {name: value - old[name] for name, value in level.items()}
         for level, old in zip(now, earlier, strict=True)
     ]
+
+
+def sources_since(before: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """What `source_counts` has gained since it was `before`, which may have had fewer sources."""
+    return {
+        source: {name: value - before.get(source, {}).get(name, 0.0) for name, value in own.items()}
+        for source, own in source_counts().items()
+    }
 
 
 @dataclass

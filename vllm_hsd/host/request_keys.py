@@ -12,8 +12,20 @@ from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.host.hooks import REGISTRY
 
 PREDICTION, NUM_TOKENS = "hsd_prediction", "hsd_num_tokens"
+KEYS = {PREDICTION, NUM_TOKENS}
 _PREFIX = "hsd_"
 _CONFIG = '{"prediction": {}}'
+
+
+def keys_of(speculation: Any) -> set[str]:
+    """The keys that requests may have under a speculative configuration of vLLM, or None."""
+    hsd, lowest = getattr(speculation, "hsd", None), getattr(speculation, "hsd_sources", None)
+    if hsd is not None:
+        lowest = hsd.levels[0]
+    if lowest is None:
+        return set()
+    predicts = any(source.kind == "prediction" for source in lowest.drafters)
+    return KEYS if predicts else {NUM_TOKENS}
 
 
 def read_keys(
@@ -31,14 +43,12 @@ def read_keys(
         UserError: an unknown key, a wrong value, or one that the server cannot serve.
     """
     given = {key: value for key, value in keys.items() if key.startswith(_PREFIX)}
-    if unknown := sorted(given.keys() - {PREDICTION, NUM_TOKENS}):
+    if unknown := sorted(given.keys() - KEYS):
         raise UserError(
             f"{quoted(unknown[0])} is no key of a request: there are {PREDICTION} and {NUM_TOKENS}."
         )
-    hsd, lowest = getattr(speculation, "hsd", None), getattr(speculation, "hsd_sources", None)
-    if hsd is not None:
-        lowest = hsd.levels[0]
-    if given and lowest is None:
+    known = keys_of(speculation)
+    if given and not known:
         raise UserError(
             f"{next(iter(given))}: vLLM's own drafter serves here: remove the key, or put the "
             "drafter into `sources`."
@@ -46,7 +56,7 @@ def read_keys(
     if NUM_TOKENS in given:
         _check_num_tokens(given[NUM_TOKENS])
     if PREDICTION in given:
-        if lowest is None or all(source.kind != "prediction" for source in lowest.drafters):
+        if PREDICTION not in known:
             raise UserError(
                 f"{PREDICTION}, or `prediction` of OpenAI's chat API: no source of this server "
                 f"drafts from it: remove it, or add {_CONFIG} to the sources of the lowest level."

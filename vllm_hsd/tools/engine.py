@@ -39,6 +39,8 @@ class Generation:
             these it accepted.
         levels: counts of every level of a cascade, cheapest first (see `metrics.COUNTERS`); empty
             for other methods.
+        sources: counts by name of the lowest level's sources, forced tokens among them (see
+            `metrics.SOURCE_COUNTERS`); empty where it has one source and nothing was forced.
         step_lengths: tokens of every step of the target.
         finishes: vLLM's reason for every end.
     """
@@ -54,6 +56,7 @@ class Generation:
     drafted: int = 0
     accepted: int = 0
     levels: list[dict[str, float]] = field(default_factory=list)
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
     step_lengths: list[list[int]] = field(default_factory=list)
     finishes: list[str] = field(default_factory=list)
 
@@ -198,7 +201,12 @@ def generate(
     """`EngineProcess.generate` there; with `stream`, new text is sent to the parent at once."""
     from vllm.sampling_params import RequestOutputKind
 
-    from vllm_hsd.host.metrics import counted_since, level_counts
+    from vllm_hsd.host.metrics import (
+        counted_since,
+        level_counts,
+        source_counts,
+        sources_since,
+    )
 
     params = [
         vllm_params(llm, {**given, "output_kind": RequestOutputKind.DELTA})
@@ -210,7 +218,7 @@ def generate(
     first, last = [0.0] * count, [0.0] * count
     steps: list[list[int]] = [[] for _ in prompts]
     finishes = [""] * count
-    before, levels_before = _counts(llm), level_counts()
+    before, levels_before, sources_before = _counts(llm), level_counts(), source_counts()
     began, cpu_began = time.perf_counter(), time.process_time()
     engine = llm.llm_engine
     for i, prompt in enumerate(prompts):
@@ -244,6 +252,7 @@ def generate(
         int(drafted),
         int(accepted),
         counted_since(levels_before),
+        sources_since(sources_before),
         steps,
         finishes,
     )

@@ -15,7 +15,7 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli import bench, bench_files, bench_report, bench_runs, greedy
 from vllm_hsd.tools.cli import main as cli
-from vllm_hsd.tools.cli.bench_jobs import Comparison, Results, Setup
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.tools.cli.bench_runs import jobs, measure
 from vllm_hsd.tools.cli.options import rendered
 from vllm_hsd.tools.engine import EngineProcess, Generation
@@ -25,7 +25,7 @@ KEYS = [
     "config", "name", "batch_size", "temperature", "rounds", "tokens_per_second", "speedup",
     "speedup_low", "speedup_high", "tokens_per_step", "acceptance", "ttft_ms", "tpot_ms",
     "greedy_differences", "greedy_gap", "redundancy", "target_utilization", "swi",
-    "accepted_per_step",
+    "accepted_per_step", "sources",
 ]  # fmt: skip
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 CASCADE = {
@@ -121,6 +121,7 @@ class FakeEngine:
             drafted=0 if self.index == 0 else 8,
             accepted={0: 0, 1: 2, 2: 3}[self.index],
             levels=levels if self.index == 2 else [],
+            sources={"forced": {"drafted": 3.0, "accepted": 2.0}} if self.index == 2 else {},
             step_lengths=[[1, *{0: [1] * 4, 1: [2, 2], 2: [4]}[self.index]]] * len(prompts),
         )
 
@@ -174,6 +175,9 @@ def test_rows_hold_the_figures(fakes, tmp_path, capsys):
     assert [row["redundancy"] for row in rows[:3]] == [None, 0.75, round(1 - 3 / 7, 4)]
     assert [row["target_utilization"] for row in rows[:3]] == [None, 0.6, 0.4]
     assert ngram["accepted_per_step"] == [0, 12] and cascade["accepted_per_step"] == [0, 0, 0, 6]
+    # Of three rounds with two batches of one prompt.
+    forced = {"forced": {"drafted": 18, "accepted": 12}}
+    assert [row["sources"] for row in rows[:3]] == [None, None, forced]
     # Four tokens in a step of 0.5 s and 0.3 s of drafting, without speculation in 2 s.
     assert [row["swi"] for row in rows[:3]] == [None, None, 2.5]
     assert (none["ttft_ms"], none["tpot_ms"]) == (500.0, 500.0)
@@ -238,6 +242,7 @@ def test_table_and_files(fakes, tmp_path):
     assert written == f"Written: {', '.join(paths)}"
     page = (tmp_path / "bench.html").read_text()
     assert page.count('class="bar"') == len(rows) and "http" not in page
+    assert page.count("<td>forced</td><td>18</td><td>12</td>") == 2
     # The bar of the best row ends at its median, whose range goes on to the right end.
     assert (
         '<i style="width:50.0%"></i><b style="left:50.0%;width:calc(100.0% - 50.0%)"></b>' in page
@@ -251,8 +256,48 @@ def test_table_and_files(fakes, tmp_path):
     assert json.loads(table_rows[2]["config"]) == CASCADE
     assert table_rows[2]["acceptance"] == "0.5000 0.7500"
     assert table_rows[2]["accepted_per_step"] == "0 0 0 6"
+    assert table_rows[2]["sources"] == "forced 12/18" and table_rows[1]["sources"] == ""
+    by_source = [line.split()[-3:] for line in table.splitlines() if " forced " in line]
+    assert by_source == [["forced", "18", "12"]] * 2 + [["forced", "9", "6"]] * 2
     drafting = [line.split() for line in table.splitlines() if "3:100%" in line]
     assert [line[-4:] for line in drafting[:2]] == [["0.57", "0.40", "2.50", "3:100%"]] * 2
+
+
+def test_what_a_prompt_asks_for_reaches_the_engines_that_know_it(tmp_path):
+    own = {"hsd_prediction": "x", "hsd_num_tokens": 2, "mine": 1}
+    sampling = [{"extra_args": own}, {"structured_outputs": {"json": {}}}]
+    comparison = make_comparison(tmp_path, sampling=sampling, num_prompts=3)
+    known = [set(), {"hsd_num_tokens"}, set(own) - {"mine"}]
+    setup = dataclasses.replace(SETUP, request_keys=known)
+    found = [
+        bench_runs.sampling_params(comparison, setup, Job(config, 0, 3, 0.5, 0, (0, 1, 2)))
+        for config in range(3)
+    ]
+    for config, params in enumerate(found):
+        assert params[0] == params[2] and params[0]["ignore_eos"]
+        keys = params[0]["extra_args"]
+        assert keys == {name: own[name] for name in own if name in known[config] | {"mine"}}
+        assert params[1] == {
+            **{"max_tokens": 5, "ignore_eos": False, "temperature": 0.5},
+            **sampling[1],
+        }
+    assert "hsd_prediction" in own
+
+
+def test_gaps_below_a_grammar_are_those_of_two_tokens(fakes, tmp_path, monkeypatch):
+    asked = []
+
+    def call(self, function, places=(), **options):
+        asked.append(options)
+        return [0.1] * len(places)
+
+    monkeypatch.setattr(FakeEngine, "call", call)
+    FakeEngine.wrong = {2}
+    sampling = [{}, {"structured_outputs": {"json": {}}}]
+    comparison = make_comparison(tmp_path, sampling=sampling, batch_sizes=[1])
+    results, _ = measured(comparison, "bfloat16")
+    assert asked == [{}, {"alone": True}]
+    assert [each.gap for each in results.differences] == [0.1] * 6
 
 
 @pytest.mark.parametrize(
@@ -304,6 +349,50 @@ def test_a_cascade_is_compared_with_no_speculation(text_family, tmp_path, capsys
     check_bench(vllm_hsd, text_family, tmp_path)
 
 
+def test_prompts_with_a_prediction_and_a_grammar(text_family, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
+    engine = functools.partial(EngineProcess, **forked())
+    monkeypatch.setattr(bench_runs, "EngineProcess", engine)
+    schema = {"enum": ["one of them, at length", "only this one, otherwise"]}
+    # Whatever the answer begins with, a place follows it.
+    predicted = {"hsd_prediction": "".join(map(chr, range(32, 127)))}
+    lines = [
+        {"prompt": "def f(", "extra_args": predicted},
+        {"prompt": "import ", "structured_outputs": {"json": schema}},
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    hsd = {"method": "hsd", "num_speculative_tokens": 6, "adaptive": False}
+    lowest = ({"sources": [{"prediction": {}}, {"suffix": {}}]}, {"prediction": {}}, {"suffix": {}})
+    options = {
+        "--model": text_family.target,
+        "--prompts": prompts,
+        "--max-tokens": 40,
+        "--num-prompts": 2,
+        "--rounds": 1,
+        "--temperatures": 0,
+        "--dtype": "float32",
+        "--engine-args": json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}),
+        "--output": tmp_path,
+    }
+    command = ["bench", *(str(part) for pair in options.items() for part in pair)]
+    for level in lowest:
+        command += ["--speculative-config", json.dumps({**hsd, "levels": [level]})]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["greedy_differences"] for row in rows] == [0] * 4
+    assert [list(row["sources"] or ()) for row in rows] == [
+        [],
+        ["prediction", "suffix", "forced"],
+        ["forced", "prediction"],
+        ["forced"],
+    ]
+    for row in rows[1:]:
+        assert row["sources"]["forced"]["accepted"] > 10 and " forced " in printed
+    assert all(row["sources"]["prediction"]["drafted"] > 0 for row in rows[1:3])
+
+
 def test_gaps_come_from_the_target_itself(text_family, tmp_path):
     """The likeliest token has none, and an unlikely one is no near tie."""
     # On virtual machines that claim AMX bfloat16 models may end in an illegal instruction.
@@ -323,4 +412,6 @@ def test_gaps_come_from_the_target_itself(text_family, tmp_path):
         none, some = engine.call(
             greedy.gaps_of_target, [(context, best, best), (context, best, wrong)]
         )
-    assert none == 0 and some > greedy.LARGEST_GAP["bfloat16"]
+        (alone,) = engine.call(greedy.gaps_of_target, [(context, best, wrong)], alone=True)
+        (neither,) = engine.call(greedy.gaps_of_target, [(context, wrong, wrong)], alone=True)
+    assert none == neither == 0 and alone == some > greedy.LARGEST_GAP["bfloat16"]

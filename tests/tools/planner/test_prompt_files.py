@@ -8,7 +8,7 @@ import pytest
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner import public_sets
-from vllm_hsd.tools.planner.prompts import encode, read_prompts
+from vllm_hsd.tools.planner.prompts import encode, read_prompts, read_requests
 
 
 def test_json_lines(tmp_path):
@@ -17,6 +17,15 @@ def test_json_lines(tmp_path):
     lines = [{"turns": ["first", "second"]}, {"prompt": "raw text"}, {"messages": messages}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     assert read_prompts(path) == [[{"role": "user", "content": "first"}], "raw text", messages]
+
+
+def test_lines_with_what_the_prompt_asks_for(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    own = {"extra_args": {"hsd_prediction": "x"}, "structured_outputs": {"regex": "y"}}
+    lines = [{"prompt": "a", **own, "category": "x"}, {"turns": ["b"]}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert read_requests(path) == [("a", own), ([{"role": "user", "content": "b"}], {})]
+    assert read_prompts(path) == [prompt for prompt, _ in read_requests(path)]
 
 
 def test_plain_text(tmp_path):
@@ -36,6 +45,7 @@ def test_plain_text(tmp_path):
         ("p.jsonl", '{"prompt": "  "}', "has neither"),
         ("p.jsonl", '{"messages": [1]}', "has neither"),
         ("p.jsonl", "[1]", "has neither"),
+        ("p.jsonl", '{"prompt": "x", "extra_args": [1]}', "line 1 of .*: 'extra_args' is no JSON"),
     ],
 )
 def test_files_that_hold_no_prompts(tmp_path, name, text, message):

@@ -16,7 +16,7 @@ from vllm_hsd.tools.cli.bench_runs import measure
 from vllm_hsd.tools.cli.options import add_engine_options, integers, json_object, progress, rendered
 from vllm_hsd.tools.dtype import choose_dtype
 from vllm_hsd.tools.engine import configuration_error
-from vllm_hsd.tools.planner.prompts import encode, read_prompts
+from vllm_hsd.tools.planner.prompts import encode, read_requests
 from vllm_hsd.tools.worker_process import WorkerProcess
 
 DEFAULT_PROMPTS = (
@@ -38,8 +38,9 @@ def add_parser(commands: Any) -> None:
         help="compare speculative configurations with no speculation on your own models",
         description=(
             "Compare speculative configurations, vLLM's own methods too, with no speculation. "
-            "Every answer has exactly --max-tokens tokens. Prints a table and writes bench.csv, "
-            "bench.json and bench.html."
+            "Every answer has exactly --max-tokens tokens, but those that follow a grammar. Prints "
+            "a table and writes bench.csv, bench.json and bench.html. A line of --prompts may also "
+            "hold 'extra_args' and 'structured_outputs', as for SamplingParams."
         ),
         epilog="example:\n"
         "  vllm-hsd bench --model Qwen/Qwen3-8B --batch-sizes 1,8 --speculative-config '{\n"
@@ -94,14 +95,18 @@ def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: A
     engine_args = json_object(arguments.engine_args, "--engine-args")
     if "speculative_config" in engine_args:
         raise UserError("--engine-args must not hold speculative_config: use --speculative-config.")
+    requests: list[tuple[Any, dict[str, Any]]] = (
+        read_requests(arguments.prompts)
+        if arguments.prompts
+        else [([{"role": "user", "content": text}], {}) for text in DEFAULT_PROMPTS]
+    )
     return Comparison(
         model=arguments.model,
         configs=[None, *given],
-        prompts=read_prompts(arguments.prompts)
-        if arguments.prompts
-        else [[{"role": "user", "content": text}] for text in DEFAULT_PROMPTS],
+        prompts=[prompt for prompt, _ in requests],
         engine_args={"dtype": arguments.dtype, **engine_args},
         output=arguments.output,
+        sampling=[sampling for _, sampling in requests],
         **extent,
     )
 
@@ -188,13 +193,20 @@ def _inspect(comparison: Comparison) -> Setup:
     from vllm.platforms import current_platform
     from vllm.tokenizers.registry import cached_tokenizer_from_config
 
+    from vllm_hsd.host.request_keys import keys_of
+
     engine_args, max_tokens = comparison.base_args, comparison.max_tokens
-    errors = [
-        configuration_error(engine_args | ({"speculative_config": config} if config else {}))
+    every = [
+        engine_args | ({"speculative_config": config} if config else {})
         for config in comparison.configs
     ]
+    errors = [configuration_error(each) for each in every]
     if any(errors):
         return Setup(errors)
+    keys: list[set[str]] = []
+    if any("extra_args" in each for each in comparison.sampling):
+        configs = (EngineArgs(**each).create_engine_config() for each in every)
+        keys = [keys_of(config.speculative_config) for config in configs]
     model = EngineArgs(**engine_args).create_engine_config().model_config
     longest = model.max_model_len - max_tokens
     if longest < 1:
@@ -210,6 +222,7 @@ def _inspect(comparison: Comparison) -> Setup:
         current_platform.get_device_name() if current_platform.is_cuda_alike() else "cpu",
         torch.get_num_threads(),
         psutil.virtual_memory().available,
+        keys,
     )
 
 

@@ -15,6 +15,7 @@ NOTES = (
     "use: steps of the target over tokens. SWI: speed-up if verifying a draft took no longer than "
     "a step without one (batch 1; from the time that levels take, on a CPU)."
 )
+SOURCE_HEADINGS = ("configuration", "source", "drafted", "accepted")
 # Accepted tokens that have a column of their own; the last one holds those above.
 SHOWN = 5
 
@@ -68,6 +69,35 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         *("-" if number is None else f"{number:.2f}" for number in numbers),
         " ".join(shares) or "-",
     )
+
+
+def sources(
+    config: Mapping[str, Any] | None, generations: Sequence[Generation]
+) -> dict[str, dict[str, int]]:
+    """Tokens "drafted" and "accepted" by source of the lowest level; "forced": by grammars.
+
+    Of a lowest level of one source alone where that drafts predicted texts.
+    """
+    counted = [each.sources for each in generations]
+    lowest = ((config or {}).get("levels") or [{}])[0]
+    if "prediction" in lowest:
+        counted += [{"prediction": each.levels[0]} for each in generations if each.levels]
+    found: dict[str, dict[str, int]] = {}
+    for each in counted:
+        for source, tokens in each.items():
+            own = found.setdefault(source, dict.fromkeys(SOURCE_HEADINGS[2:], 0))
+            for name in own:
+                own[name] += int(tokens[name])
+    return found
+
+
+def source_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A line for every source of every row, in the columns of SOURCE_HEADINGS."""
+    return [
+        (row["name"], source, *(str(counted[name]) for name in SOURCE_HEADINGS[2:]))
+        for row in rows
+        for source, counted in (row["sources"] or {}).items()
+    ]
 
 
 def branches(name: str, generations: Sequence[Generation]) -> str:

@@ -21,6 +21,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); }
 th:nth-child(-n+2), td:first-child { text-align: left; }
+.sources td:nth-child(2) { text-align: left; }
 small, td:first-child { white-space: nowrap; }
 td.bar { width: 30%; min-width: 9rem; }
 .track { position: relative; height: 1.1rem; }
@@ -50,7 +51,7 @@ def page(results: Results, rows: Sequence[Row]) -> str:
         heading="<br>".join(map(escape, bench_report.heading(results.metadata))),
         warnings=f'<div class="warn">{warned}</div>' if warned else "",
         tables="".join(
-            f"<h2>{escape(title)}</h2>{_table(own, most)}"
+            f"<h2>{escape(title)}</h2>{_table(own, most)}{_sources(own)}"
             + _paragraphs(bench_report.branches(results, own))
             for title, own in bench_report.cells(rows)
         ),
@@ -75,6 +76,17 @@ def _table(rows: Sequence[Row], most: float) -> str:
         else:
             lines.append(f"<tr>{''.join(_cells(row, most))}</tr>")
     return f"<table>{''.join(lines)}</table>"
+
+
+def _sources(rows: Sequence[Row]) -> str:
+    lines = bench_drafts.source_cells([row for row in rows if not row.get("error")])
+    if not lines:
+        return ""
+    header = "".join(f"<th>{name}</th>" for name in bench_drafts.SOURCE_HEADINGS)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines
+    )
+    return f'<table class="sources"><tr>{header}</tr>{body}</table>'
 
 
 def _cells(row: Row, most: float) -> Iterator[str]:
@@ -106,7 +118,12 @@ def write(results: Results, rows: Sequence[Row]) -> str:
             config = "" if row["config"] is None else json.dumps(row["config"])
             rates = " ".join(bench_report.number(rate, 4) for rate in row["acceptance"] or ())
             steps = " ".join(map(str, row["accepted_per_step"] or ()))
+            by_source = " ".join(
+                f"{source} {own['accepted']}/{own['drafted']}"
+                for source, own in (row["sources"] or {}).items()
+            )
             cells = {"config": config, "acceptance": rates, "accepted_per_step": steps}
+            cells["sources"] = by_source
             writer.writerow({**row, **cells})
     with written_whole(paths[2]) as unfinished:
         unfinished.write_text(page(results, rows))

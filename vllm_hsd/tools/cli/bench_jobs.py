@@ -23,6 +23,7 @@ class Comparison:
         configs: speculative configurations, None for no speculation; the first is None, which all
             are compared with, a later None too.
         prompts: texts, or chats of one message.
+        sampling: further arguments of `vllm.SamplingParams` by prompt, or none at all.
         num_prompts: prompts per round; the given ones are repeated if they are fewer.
         rounds: repetitions of everything; the spread is over these.
         engine_args: further arguments of `vllm.LLM`.
@@ -39,6 +40,7 @@ class Comparison:
     rounds: int
     engine_args: dict[str, Any]
     output: Path
+    sampling: Sequence[dict[str, Any]] = ()
 
     @property
     def names(self) -> list[str]:
@@ -60,6 +62,10 @@ class Comparison:
             **self.engine_args,
         }
 
+    def sampling_of(self, prompt: int) -> dict[str, Any]:
+        """Further arguments of `vllm.SamplingParams` for a prompt by its index in a round."""
+        return self.sampling[prompt % len(self.sampling)] if self.sampling else {}
+
     def prompt_batches(self, batch_size: int) -> list[tuple[int, ...]]:
         """Indices of prompts, in full batches."""
         return [
@@ -75,6 +81,7 @@ class Setup:
     Attributes:
         errors: objection to each configuration, or None.
         prompt_ids: token ids of the prompts.
+        request_keys: keys in `extra_args` that requests may have, by configuration.
         available_memory: bytes of host memory.
     """
 
@@ -86,6 +93,7 @@ class Setup:
     device: str = ""
     threads: int = 1
     available_memory: int = 0
+    request_keys: Sequence[set[str]] = ()
 
 
 @dataclass(frozen=True)

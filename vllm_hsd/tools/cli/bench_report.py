@@ -21,6 +21,7 @@ FIGURES = (
     *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tokens_per_step"),
     *("acceptance", "ttft_ms", "tpot_ms", "greedy_differences", "greedy_gap"),
     *bench_drafts.FIGURES,
+    "sources",
 )
 HEADINGS = ("configuration", "tok/s", "speed-up", "tok/step", "accepted", "TTFT ms", "differ")
 NOTES = (
@@ -69,6 +70,7 @@ def _row(results: Results, index: int, batch_size: int, temperature: float) -> R
         "ttft_ms": 1e3 * statistics.median(t for g in everything for t in g.first_token_seconds),
         "tpot_ms": bench_quality.time_per_output_token(everything),
         **bench_drafts.figures(everything, list(chain.from_iterable(plain)), batch_size),
+        "sources": bench_drafts.sources(row["config"], everything) or None,
     }
     if temperature == 0:
         gaps = [
@@ -176,6 +178,8 @@ def report(results: Results, rows: Sequence[Row]) -> list[RenderableType]:
         parts += [f"{r['name']}  could not run: {r['error']}" for r in own if r.get("error")]
         if drafting := [row for row in measured if row["redundancy"] is not None]:
             parts += ["", columns(bench_drafts.HEADINGS, map(bench_drafts.cells, drafting))]
+        if by_source := bench_drafts.source_cells(measured):
+            parts += ["", columns(bench_drafts.SOURCE_HEADINGS, by_source)]
         parts += branches(results, own)
     noted = (f"Note: {note}" for note in warnings(results, rows))
     return [*parts, "", *notes(results), *noted]

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, Self
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.host.request_keys import KEYS
 from vllm_hsd.tools.cli import bench_quality, greedy
-from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Difference, Job, Results, Setup
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.engine import EngineProcess
 from vllm_hsd.tools.machine_load import CpuTimes
@@ -109,8 +110,6 @@ def measure(results: Results, setup: Setup) -> None:
         UserError: no speculation, which all others are compared with, cannot run.
     """
     comparison = results.comparison
-    # Without seeds, as most requests come: a seed would couple drafts and target.
-    params = {"max_tokens": comparison.max_tokens, "ignore_eos": True}
     with Engines(comparison, setup) as engines:
         engines.get(0)
         every = (
@@ -126,7 +125,7 @@ def measure(results: Results, setup: Setup) -> None:
             prompts = [setup.prompt_ids[i % len(setup.prompt_ids)] for i in job.prompts]
             try:
                 engine, before = engines.get(job.config), CpuTimes.now()
-                found = engine.generate(prompts, {**params, "temperature": job.temperature})
+                found = engine.generate(prompts, sampling_params(comparison, setup, job))
             except UserError as error:
                 if job.config == 0:
                     raise
@@ -148,13 +147,46 @@ def measure(results: Results, setup: Setup) -> None:
             print(file=sys.stderr)
 
 
+def sampling_params(comparison: Comparison, setup: Setup, job: Job) -> list[dict[str, Any]]:
+    """Arguments of `vllm.SamplingParams` for each prompt of a job.
+
+    An answer that follows a grammar ends with it. Keys of a request that the configuration does not
+    know are left out.
+    """
+    found = []
+    for prompt in job.prompts:
+        own = dict(comparison.sampling_of(prompt))
+        if "extra_args" in own:
+            unknown = KEYS - setup.request_keys[job.config]
+            own["extra_args"] = {k: v for k, v in own["extra_args"].items() if k not in unknown}
+        # Without seeds, as most requests come: a seed would couple drafts and target.
+        found.append(
+            {
+                "max_tokens": comparison.max_tokens,
+                "ignore_eos": "structured_outputs" not in own,
+                "temperature": job.temperature,
+                **own,
+            }
+        )
+    return found
+
+
 def compare_greedy(results: Results, setup: Setup, engines: Engines) -> None:
     """Find greedy outputs that differ, and in 16 bits by how little the target prefers its own."""
     found = greedy.differences(results, setup.prompt_ids)
     if found and setup.dtype in greedy.LARGEST_GAP:
         progress(f"looking at the target's logits at {len(found)} greedy differences")
-        found = greedy.with_gaps(partial(engines.get(0).call, greedy.gaps_of_target), found)
+        masked = [each for each in found if has_grammar(results.comparison, each)]
+        gaps = partial(engines.get(0).call, greedy.gaps_of_target)
+        found = greedy.with_gaps(gaps, [each for each in found if each not in masked])
+        found += greedy.with_gaps(partial(gaps, alone=True), masked)
     results.differences = found
+
+
+def has_grammar(comparison: Comparison, difference: Difference) -> bool:
+    """Whether a grammar forbade tokens of the answer."""
+    prompt = difference.job.prompts[difference.sequence]
+    return "structured_outputs" in comparison.sampling_of(prompt)
 
 
 def jobs(comparison: Comparison, round_: int, alternate: bool) -> Iterator[Job]:

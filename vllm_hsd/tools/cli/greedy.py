@@ -58,14 +58,22 @@ def with_gaps(
     return [replace(each, gap=gaps.get(place, math.inf)) for each, place in places.items()]
 
 
-def gaps_of_target(llm: Any, places: Sequence[Place]) -> list[float]:
-    """Gap at each place; runs in the engine's process."""
+def gaps_of_target(llm: Any, places: Sequence[Place], alone: bool = False) -> list[float]:
+    """Gap at each place; runs in the engine's process.
+
+    Args:
+        alone: no other token than the two counts: a grammar may have forbidden it.
+    """
     from vllm import SamplingParams
 
     gaps = []
     for context, *pair in places:
         params = SamplingParams(
-            temperature=0, max_tokens=1, logprob_token_ids=sorted(pair), detokenize=False
+            temperature=0,
+            max_tokens=1,
+            logprob_token_ids=sorted(pair),
+            allowed_token_ids=pair if alone else None,
+            detokenize=False,
         )
         prompt: Any = {"prompt_token_ids": list(context)}
         output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]

@@ -11,6 +11,8 @@ from vllm_hsd.tools.planner.public_sets import PublicSet
 
 # Raw text, or a chat of one message.
 Prompt = str | list[dict[str, str]]
+# Arguments of `vllm.SamplingParams` that a line may hold.
+SAMPLING = ("extra_args", "structured_outputs")
 
 
 def prompts_file(path: str | Path) -> Path:
@@ -23,12 +25,20 @@ def prompts_file(path: str | Path) -> Path:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a file, in order: `read_requests` without what lines hold besides."""
+    return [prompt for prompt, _ in read_requests(path)]
+
+
+def read_requests(path: str | Path) -> list[tuple[Prompt, dict[str, Any]]]:
     """Prompts of a file, in order: raw text (str), or a chat of one user message.
 
     A public set is fetched; prompts whose text its source keeps are left out, which is said. A
     file named `*.jsonl` holds one JSON object per line: `prompt` is raw text; of `turns` and of
     `messages` the first is taken as a chat message, since later turns depend on answers. Any other
     file is plain text with prompts separated by blank lines.
+
+    Returns:
+        each prompt with the arguments of SAMPLING that its line holds.
 
     Raises:
         UserError: no such file or set, a line that is not such an object, or no prompt at all.
@@ -45,12 +55,12 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             for n, line in enumerate(text.splitlines(), 1)
             if line.strip()
         ]
-        prompts = [_prompt(*each) for each in (public.chosen(entries) if public else entries)]
+        requests = [_request(*each) for each in (public.chosen(entries) if public else entries)]
     else:
-        prompts = [part.strip() for part in text.split("\n\n") if part.strip()]
-    if not prompts:
+        requests = [(part.strip(), {}) for part in text.split("\n\n") if part.strip()]
+    if not requests:
         raise UserError(f"the prompts file '{file}' holds no prompt.")
-    return prompts
+    return requests
 
 
 def _parsed(where: str, line: str) -> tuple[str, Any]:
@@ -60,15 +70,18 @@ def _parsed(where: str, line: str) -> tuple[str, Any]:
         raise UserError(f"{where} is not JSON ({error}).") from None
 
 
-def _prompt(where: str, entry: Any) -> Prompt:
+def _request(where: str, entry: Any) -> tuple[Prompt, dict[str, Any]]:
     if isinstance(entry, dict):
         prompt, turns = entry.get("prompt"), entry.get("turns")
+        sampling = {key: entry[key] for key in SAMPLING if key in entry}
+        if wrong := [key for key, value in sampling.items() if not isinstance(value, dict)]:
+            raise UserError(f"{where}: '{wrong[0]}' is no JSON object.")
         if isinstance(prompt, str) and prompt.strip():
-            return prompt
+            return prompt, sampling
         if turns is None and isinstance(entry.get("messages"), list):
             turns = [m.get("content") if isinstance(m, dict) else None for m in entry["messages"]]
         if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
-            return [{"role": "user", "content": turns[0]}]
+            return [{"role": "user", "content": turns[0]}], sampling
     raise UserError(
         f"{where} has neither a 'prompt' (text) nor 'turns' (a list of texts) nor 'messages'."
     )
