@@ -32,6 +32,7 @@ class Item:
         tests: file or node id of pytest; by default that of `item.py`.
         figure: arguments of `plot.lines` for its rows.
         needs_vllm: whether it runs engines.
+        alone: whether it times the device or takes most of its memory.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Item:
     tests: str = ""
     figure: Mapping[str, Any] = field(default_factory=dict)
     needs_vllm: bool = True
+    alone: bool = False
 
     @property
     def node(self) -> str:
@@ -65,6 +67,7 @@ ITEMS = (
         "verification against vLLM's own and against one read of its inputs",
         needs_vllm=False,
         figure={"x": "batch", "measures": {"us": "us"}, "line": "sampler", "panel": "case"},
+        alone=True,
     ),
     Item(
         "kernel_distribution",
@@ -74,11 +77,16 @@ ITEMS = (
     Item("boot", "vLLM imports, its V2 runner decodes with CUDA graphs, plain and with a cascade"),
     Item("same_text", "engines: greedy text, equal models, eager and captured, no host sync"),
     Item("levels", "greedy text of every kind of level and key of the V2 runner"),
-    Item("defaults", "engines without any argument serve: no host sync, nothing compiled later"),
+    Item(
+        "defaults",
+        "engines without any argument serve: no host sync, nothing compiled later",
+        alone=True,
+    ),
     Item(
         "step_times",
         "time of a step, no speculation, vLLM's drafters and ours at equal K",
         figure=STEPS,
+        alone=True,
     ),
     Item("engine_distribution", "text of engines follows the target, a biased control does not"),
     Item("soak", "requests join, leave and are preempted; seeded text as if each ran alone"),
@@ -86,9 +94,10 @@ ITEMS = (
         "forwards",
         "time of a forward pass by the number of tokens",
         figure={"x": "tokens", "measures": {"ms": "ms per forward pass"}, "line": "model"},
+        alone=True,
     ),
-    Item("step_times_32b", "the same with a large target", figure=STEPS),
-    Item("memory", "memory of a cascade against what its sizes predict"),
+    Item("step_times_32b", "the same with a large target", figure=STEPS, alone=True),
+    Item("memory", "memory of a cascade against what its sizes predict", alone=True),
 )
 
 

@@ -15,9 +15,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ def run(
     seconds: float = float("inf"),
     again: bool = False,
     engine_args: str = "",
+    at_once: int = 1,
     on_result: Callable[[Item, Result], object] = lambda item, result: None,
 ) -> list[Item]:
     """Run the items that have not passed on this host with this code, parts of them in turn.
@@ -75,32 +78,40 @@ def run(
         seconds: no item is started that might not end within them.
         again: run those that have passed, too.
         engine_args: JSON, see `Setting.engine_args`.
+        at_once: items in as many processes, before those that need the device alone.
 
     Returns:
         the items that there was no time for, or not for all of their parts.
     """
     began = time.monotonic()
     here = host.description() | ({"engine_args": engine_args} if engine_args else {})
-    left = []
-    for item in items:
-        if again:
-            shutil.rmtree(output / "parts" / item.name, ignore_errors=True)
-        elif is_done(load(output, item), here):
-            continue
+    reporting = threading.Lock()
+
+    def is_left(item: Item) -> bool:
         waiting = None
         while waiting != []:
             if item.limit + GRACE > seconds - (time.monotonic() - began):
-                left.append(item)
-                break
+                return True
             result = run_item(item, output, here) | {"host": here}
-            with written_whole(_path(output, item)) as unfinished:
-                unfinished.write_text(json.dumps(result, indent=1))
-            on_result(item, result)
+            with reporting:
+                with written_whole(_path(output, item)) as unfinished:
+                    unfinished.write_text(json.dumps(result, indent=1))
+                on_result(item, result)
             if result["waiting"] and result["waiting"] == waiting:
-                left.append(item)
-                break
+                return True
             waiting = result["waiting"]
-    return left
+        return False
+
+    if again:
+        for item in items:
+            shutil.rmtree(output / "parts" / item.name, ignore_errors=True)
+    todo = [item for item in items if again or not is_done(load(output, item), here)]
+    together = [item for item in todo if at_once > 1 and not item.alone]
+    with ThreadPoolExecutor(at_once) as pool:
+        left = [
+            item for item, its in zip(together, pool.map(is_left, together), strict=True) if its
+        ]
+    return left + [item for item in todo if item not in together and is_left(item)]
 
 
 def run_item(item: Item, output: Path, here: dict[str, str] | None = None) -> Result:
@@ -242,6 +253,7 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="also what has passed")
     parser.add_argument("--engine-args", default="", help="JSON: of vllm.LLM, for every engine")
+    parser.add_argument("--at-once", type=int, default=1, help="items that are not timed, at once")
     args = parser.parse_args()
     if not torch.cuda.is_available() and TOY not in os.environ:
         print("No CUDA device was found: run this on a host with a GPU.", file=sys.stderr)
@@ -262,6 +274,7 @@ def main() -> int:
         seconds=args.seconds,
         again=args.again,
         engine_args=args.engine_args,
+        at_once=args.at_once,
         on_result=on_result,
     )
     print(write_report(output, ITEMS, left))
