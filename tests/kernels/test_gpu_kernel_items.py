@@ -1,11 +1,14 @@
 """The items of `make gpu-proof` that need kernels only, in toy sizes."""
 
 import pytest
+import torch
 
 from benchmarks.gpu import kernel_distribution, kernel_times, pit
 from benchmarks.gpu.items import Setting
 from benchmarks.kernels import timing
 from benchmarks.kernels.drafts import Drafts
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -37,6 +40,12 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(kernel_times.reference, "verify_chain", wrong)
     with pytest.raises(timing.NotTimed, match="3 of 3 requests differ"):
         kernel_times.check_case(drafts, 3)
+
+
+def test_a_short_text_is_written():
+    """The next test is slow; this one notices arguments that it is not given."""
+    found, rate = kernel_distribution.texts((2, 5), kernel_distribution.TOY, CPU, tokens=6)
+    assert all(len(places) == 6 for places in found) and rate > 1
 
 
 @pytest.mark.slow
