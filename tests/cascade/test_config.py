@@ -165,7 +165,7 @@ FAULTS = [
     (hsd(TOP, horizontal_tokens=1), "horizontal_tokens.*remove it"),
     (hsd(LOW, TOP, horizontal_tokens=-1), "horizontal_tokens: .*-1"),
     (hsd(TOP, num_speculative_tokens=True), "num_speculative_tokens: .*True"),
-    (hsd(TOP, num_speculative_tokens=129), "num_speculative_tokens: .*128"),
+    (hsd(TOP, num_speculative_tokens=64), "num_speculative_tokens: .*63"),
     (hsd(*[LOW] * 16, TOP), "levels: .*at most 16"),
     (hsd({"sources": [{"ngram": {}}] * 9}), r"sources: .*at most 8"),
     (hsd({"suffix": {"shared_tokens": 1 << 25}}), r"levels\[0\]\.suffix\.shared_tokens: "),

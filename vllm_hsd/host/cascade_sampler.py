@@ -66,8 +66,8 @@ def serve(runner: Any) -> None:
             replace_on(runner, f"{RUNNER}.finish_requests", by=(runner.req_states, shared))
     if isinstance(speculator, BaseSpeculator):
         if searches_texts(speculator.hsd.levels):
-            size = runner.req_states.all_token_ids.gpu.nbytes / 2**30
-            logger.info("The cascade keeps the texts on the device: %.2f GiB.", size)
+            size = runner.req_states.all_token_ids.gpu.nbytes / 2**20
+            logger.info("The cascade keeps the texts on the device: %.1f MiB.", size)
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)
         if runner.device.type == "cpu":
             replace_on(runner.draft_tokens_handler, GET_DRAFT_TOKENS, by=runner)

@@ -245,7 +245,8 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         names = [level.description for level in self.hsd.levels]
         return (
             f"SpeculativeConfig(method='hsd', levels={names}, "
-            f"num_spec_tokens={self.hsd.num_speculative_tokens}, verifier={self.hsd.verifier!r})"
+            f"num_spec_tokens={self.hsd.num_speculative_tokens}, verifier={self.hsd.verifier!r}, "
+            f"adaptive={self.hsd.adaptive})"
         )
 
 

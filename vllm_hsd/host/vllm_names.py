@@ -1,4 +1,4 @@
-"""Names of vLLM that classes of `runner` override (see `Registry.overrides`)."""
+"""Names of vLLM that classes of `host` override (see `Registry.overrides`)."""
 
 from __future__ import annotations
 

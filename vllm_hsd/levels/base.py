@@ -26,7 +26,8 @@ LevelVerifier = Annotated[Literal["block", "standard", "none"], _ALIAS]
 TargetVerifier = Annotated[Literal["block", "standard", "coupled"], _ALIAS]
 Stopping = Literal["fixed", "entropy"]
 Name = Annotated[str, Field(min_length=1)]
-Tokens = Annotated[int, Field(ge=1, le=128)]
+# The longest draft that the verification kernel takes.
+Tokens = Annotated[int, Field(ge=1, le=63)]
 MAX_BRANCHES = 16
 Probability = Annotated[float, Field(ge=0, le=1)]
 VllmKey = Annotated[Any, Field(exclude=True)]

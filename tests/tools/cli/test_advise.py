@@ -1,6 +1,7 @@
 """`vllm-hsd advise`: what it starts with where, and that vLLM takes what it prints."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from support.damage import change_config, damaged_copy
@@ -87,12 +88,21 @@ def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys):
     assert "cannot be read" in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_command(dtype, text_family, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "free", "options"),
+    [
+        ("bfloat16", 95, ""),
+        ("float32", 95, " --dtype float32"),
+        ("bfloat16", 40, " --gpu-memory-utilization 0.35"),
+    ],
+)
+def test_the_command(dtype, free, options, text_family, capsys, monkeypatch):
+    memory = SimpleNamespace(available=free, total=100)
+    monkeypatch.setattr(advise.psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(advise, "choose_dtype", lambda model: Choice(dtype, "it is faster"))
     assert main(["advise", "--model", text_family.target]) == 0
     printed = capsys.readouterr().out
-    assert ("--dtype float32 --speculative-config" in printed) == (dtype == "float32")
+    assert f"{text_family.target}{options} --speculative-config" in printed
     assert "Start with:" in printed and f"vllm-hsd bench --model {text_family.target}" in printed
     for config in (advise.SUFFIX, advise.NGRAM):
         valid, *_ = configuration_findings(text_family.target, json.dumps(config), ())

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import psutil
+
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.host.engine_hooks import STOCK_METHODS
 from vllm_hsd.tools import system
@@ -74,7 +76,7 @@ def advice(situation: Situation) -> Advice:
         )
     return Advice(
         NGRAM,
-        "Nothing of this package has been measured on a GPU. Where a drafter was trained for the "
+        "No engine of this package was timed on a GPU. Where a drafter was trained for the "
         "model (EAGLE-3, DFlash, DSpark), or a small model has its tokenizer, vLLM's own method is "
         'the one to beat: {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}.',
         [SUFFIX],
@@ -174,6 +176,15 @@ def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def _share_of_memory() -> float | None:
+    """What is free for vLLM on a CPU, where that is less than vLLM takes unless told."""
+    from vllm.config import CacheConfig
+
+    memory = psutil.virtual_memory()
+    free = memory.available / memory.total
+    return max(free - 0.05, 0.05) if free < CacheConfig.gpu_memory_utilization else None
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Check the user's own configuration, if one is given, and print the advice."""
     given = arguments.speculative_config
@@ -181,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, drafter = target_of(arguments.model)
     situation = situation_of(model, drafter)
     found = advice(situation)
-    lines = [f"{situation.device} ({system.processor()}, {system.cores()} cores), {model}"]
+    lines = [f"{situation.device} ({system.processor()}), cores: {system.cores()}, {model}"]
     if given is not None:
         valid, *faults = configuration_findings(model, given, ())
         lines += ["", f"Yours: {valid.text}."]
@@ -195,6 +206,9 @@ def run(arguments: argparse.Namespace) -> int:
             # vLLM would take bfloat16.
             serve += f" --dtype {EXACT}"
             why.append(f"{EXACT}: {choice.reason}.")
+    if situation.device == "cpu" and (share := _share_of_memory()):
+        serve += f" --gpu-memory-utilization {share:.2f}"
+        why.append("vLLM would take more memory than is free.")
     lines += ["", "Start with:", "", f"  {' '.join([serve, *option])}", "", *why]
     compared = _options(found.config, *found.others)
     if given is not None:
@@ -207,19 +221,21 @@ def run(arguments: argparse.Namespace) -> int:
             "",
             " \\\n    ".join([bench, *compared]),
         ]
-        # Once each, in the table's order.
-        lines += dict.fromkeys(
-            f"  {each['method']}: {text}."
-            for each in filter(None, [found.config, *found.others])
-            for text in _faults(situation, each)
-        )
     if found.config:
         lines.append(f"  vllm-hsd verify --model {name} {option[0]}")
     lines.append(
-        "\nSmaller models of the same tokenizer, a quantized copy, or early exits: `vllm-hsd "
-        f"profile` --target {name} --models ... measures them, `vllm-hsd plan` finds the best "
-        "cascade."
+        "\nSmaller models of the same tokenizer, a quantized copy, or early exits are measured by\n"
+        f"  vllm-hsd profile --target {name} --models ...\n"
+        "and `vllm-hsd plan` finds the best cascade."
     )
+    # Once each, in the table's order.
+    known = dict.fromkeys(
+        f"  {each['method']}: {text}."
+        for each in filter(None, [found.config, *found.others])
+        for text in _faults(situation, each)
+    )
+    if known:
+        lines += ["", "Known faults of vLLM that these may meet:", "", *known]
     print("\n".join(lines))
     return 0
 
