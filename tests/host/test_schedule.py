@@ -58,8 +58,6 @@ def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
             {},
             r'levels\[1\].verifier is "none"',
         ),
-        ([LevelOptions(64), LevelOptions(100)], {}, r"levels\[0\].num_tokens is 64"),
-        ([LevelOptions(3), LevelOptions(64)], {}, "num_speculative_tokens is 64"),
         ([LevelOptions(3), LevelOptions(3)], {}, r"levels\[0\].num_tokens is 3, so levels\[1\]"),
         ([LevelOptions(1), LevelOptions(1), LevelOptions(2)], {}, "there are 3 levels"),
         (

@@ -23,7 +23,6 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.rules import MAX_KERNEL_DRAFT
 
 if TYPE_CHECKING:
     from vllm_hsd.cascade.level import LevelOptions
@@ -272,12 +271,6 @@ def compile_schedule(
                 f'levels[{k}].verifier is "none", which needs the temperature_scale of '
                 f"levels[{k - 1}] there: set both alike."
             )
-        if option.draft_length > MAX_KERNEL_DRAFT:
-            key = _length_key(k, len(options))
-            raise UserError(
-                f"{key} is {option.draft_length}, but the verification kernel takes at most "
-                f"{MAX_KERNEL_DRAFT}: lower it."
-            )
     own = longest - horizontal_tokens
     options = [*options[:-1], replace(options[-1], draft_length=own)]
     lengths = tuple(option.draft_length for option in options)
@@ -311,10 +304,6 @@ def compile_schedule(
             )
     window = uncached_bound(0, len(options), replaced) + horizontal_tokens
     return Schedule(ops, lengths, rounds, window, horizontal_tokens, drafts)
-
-
-def _length_key(level: int, num_levels: int) -> str:
-    return "num_speculative_tokens" if level == num_levels - 1 else f"levels[{level}].num_tokens"
 
 
 def _rounds(options: Sequence[LevelOptions], level: int) -> int:
@@ -364,7 +353,7 @@ def _unroll(
     request(len(lengths) - 1)
     if horizontal_tokens:
         draft(horizontal_tokens)
-    # MAX_FORWARDS * (MAX_KERNEL_DRAFT + 1) draws are the most, which is far below the bound.
+    # MAX_FORWARDS * 64 draws are the most, which is far below the bound.
     assert max(used) <= DRAWS_PER_LENGTH
     return tuple(ops)
 
