@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv smollm2 family demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof clean
+.PHONY: venv smollm2 family demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof gpu-pack clean
 
 venv: .venv/.installed
 
@@ -197,6 +197,10 @@ bench-step-shares: venv
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.
 gpu-proof:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.prove $(ARGS)
+
+# vLLM for a GPU host without a network, 37 MB.
+gpu-pack: venv
+	$(BIN)/python -m benchmarks.gpu.pack results/vllm-gpu.tar.xz
 
 clean:
 	rm -rf .venv .overlay-* results site

@@ -1,6 +1,6 @@
 """Pack vLLM 0.32 for a GPU host without a network that has torch, Triton and transformers.
 
-    python -m benchmarks.gpu.pack vllm.tar.xz      # 36 MB, from any machine with pip
+    python -m benchmarks.gpu.pack vllm.tar.xz      # or `make gpu-pack`: 37 MB
     tar xJf vllm.tar.xz -C DIRECTORY               # there; put DIRECTORY on PYTHONPATH
 
 Of the wheel's libraries it takes the two that every model needs, with the machine code of compute
@@ -90,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     output = parser.parse_args().output
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         site = Path(directory, "site")
         write(site, Path(directory, "downloads"))
