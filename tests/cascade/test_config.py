@@ -8,6 +8,7 @@ from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.config.cascade_config import CascadeConfig, read_speculative_config
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels import KINDS
+from vllm_hsd.rules import MAX_KERNEL_DRAFT
 
 MODEL = {"model": "small"}
 LOW = {**MODEL, "num_tokens": 2}
@@ -263,3 +264,9 @@ def test_every_kind_answers_what_a_runner_asks(kind):
     (level,) = CascadeConfig.parse(hsd({kind: value})).levels
     assert level.kind == kind and getattr(level, kind) is not None
     assert level.options(6, "standard") == LevelOptions(6, "standard")
+
+
+def test_the_longest_draft_is_what_the_verification_kernel_takes():
+    """`levels` imports no torch, and so not `rules`."""
+    longest = CascadeConfig.model_json_schema()["properties"]["num_speculative_tokens"]["maximum"]
+    assert longest == MAX_KERNEL_DRAFT

@@ -100,6 +100,18 @@ def _counters(kind: str) -> list[prometheus_client.Counter]:
     return [new(f"vllm_hsd:{kind}_{name}", text, labels) for name, text in texts.items()]
 
 
+def _totals(kind: str) -> dict[str, dict[str, float]]:
+    """Counters of levels or of sources by its label and their names, summed over engines."""
+    found: dict[str, dict[str, float]] = {}
+    names = COUNTERS if kind == "level" else SOURCE_COUNTERS
+    for name, counter in zip(names, _counters(kind), strict=True):
+        for sample in next(iter(counter.collect())).samples:
+            if sample.name.endswith("_total"):
+                own = found.setdefault(sample.labels[kind], dict.fromkeys(names, 0.0))
+                own[name] += sample.value
+    return found
+
+
 def count(counts: LevelCounts, engine: int) -> None:
     """Add one step's counts to the Prometheus counters `vllm_hsd:level_*`."""
     units = np.ones(counts.rows.shape[1])
@@ -122,13 +134,8 @@ def level_counts() -> list[dict[str, float]]:
 
     Empty before the first step, and when vLLM runs with statistics switched off.
     """
-    found: dict[int, dict[str, float]] = {}
-    for name, counter in zip(COUNTERS, _counters("level"), strict=True):
-        for sample in next(iter(counter.collect())).samples:
-            if sample.name.endswith("_total"):
-                level = found.setdefault(int(sample.labels["level"]), dict.fromkeys(COUNTERS, 0.0))
-                level[name] += sample.value
-    return [found[i] for i in sorted(found)]
+    found = _totals("level")
+    return [found[level] for level in sorted(found, key=int)]
 
 
 def source_counts() -> dict[str, dict[str, float]]:
@@ -136,14 +143,7 @@ def source_counts() -> dict[str, dict[str, float]]:
 
     As those of `level_counts`, with the keys of SOURCE_COUNTERS.
     """
-    found: dict[str, dict[str, float]] = {}
-    for name, counter in zip(SOURCE_COUNTERS, _counters("source"), strict=True):
-        for sample in next(iter(counter.collect())).samples:
-            if sample.name.endswith("_total"):
-                source = sample.labels["source"]
-                own = found.setdefault(source, dict.fromkeys(SOURCE_COUNTERS, 0.0))
-                own[name] += sample.value
-    return found
+    return _totals("source")
 
 
 def counted_since(before: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

@@ -61,7 +61,7 @@ class PublicSet:
         if name not in PUBLIC_SETS or len(parts) > 1:
             raise UserError(
                 f"no prompts file {quoted(text)}; public sets are {', '.join(PUBLIC_SETS)}, with "
-                ":CATEGORY behind them, speed_bench with :SUBSET[:CATEGORY]."
+                ":CATEGORY after them, speed_bench with :SUBSET[:CATEGORY]."
             )
         return cls(name, subset, parts[0] if parts else None)
 
