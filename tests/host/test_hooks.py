@@ -7,8 +7,10 @@ import sys
 import pytest
 from support.engines import configuration_errors
 
+from vllm_hsd.host import registry
 from vllm_hsd.host.hooks import HOOKS, REGISTRY
 from vllm_hsd.host.registry import TESTED, fault_of, installed_release
+from vllm_hsd.tools.cli import doctor
 
 REGISTRY.load()
 CASCADE = {"method": "hsd", "num_speculative_tokens": 4}
@@ -95,3 +97,11 @@ def test_a_process_without_a_cascade_imports_and_replaces_next_to_nothing(family
     """No model runner, no kernel, no configuration class: neither torch nor Triton code of ours."""
     command = [sys.executable, "-c", IMPORTS, family.target, *UNUSED]
     subprocess.run(command, check=True, timeout=300)
+
+
+def test_doctor_says_which_names_differ_in_an_unverified_release(monkeypatch):
+    monkeypatch.setattr(registry, "TESTED", ("0.1",))
+    monkeypatch.setattr(registry, "fault_of", lambda hook: f"{hook.name} differs.")
+    unverified, *names = doctor._names(verbose=False)
+    assert "is unverified" in unverified.text
+    assert len(names) == len(REGISTRY.hooks) and all("differs" in each.text for each in names)

@@ -144,13 +144,14 @@ class Registry:
 
     def faults(self) -> list[str]:
         """One sentence for all in which the installed vLLM differs from the tested releases."""
-        version = version_fault()
+        if version := version_fault():
+            return [version]
         try:
             self.load()
         except (ImportError, AttributeError) as error:
-            lacks = f"vLLM {installed_release()} has not every name that is needed ({error})."
-            return [*filter(None, [version]), lacks]
-        return [*filter(None, [version, *map(fault_of, self.hooks.values())])]
+            return [f"vLLM {installed_release()} has not every name that is needed ({error})."]
+        faults = map(fault_of, self.hooks.values())
+        return [fault for fault in faults if fault is not None]
 
     def load(self) -> None:
         """Import the modules that register names; raises if vLLM lacks what they need."""
