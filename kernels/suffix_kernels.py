@@ -337,10 +337,12 @@ def store_votes_kernel(
             b = tl.where(is_last, tl.minimum(right, high), a)
             while tl.max(b - a, axis=0) > 0:
                 middle = (a + b) // 2
-                found = tl.load(order_ptr + middle, mask=is_last, other=0)
-                same = tl.load(text_at + found, mask=is_last, other=-2) == token
-                a = tl.where(same, middle + 1, a)
-                b = tl.where(same | (is_last == 0), b, middle)
+                # A search that has ended may stand behind the last of all places.
+                under_way = a < b
+                found = tl.load(order_ptr + middle, mask=under_way, other=0)
+                same = tl.load(text_at + found, mask=under_way, other=-2) == token
+                a = tl.where(under_way & same, middle + 1, a)
+                b = tl.where(under_way & (same == 0), middle, b)
             votes = tl.where(is_last & (token >= 0), a - begin, 0).to(tl.int64)
             # Of equally many the lowest token.
             best = tl.max(votes * PROBES + (PROBES - 1 - lane), axis=0)
