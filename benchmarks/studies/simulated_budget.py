@@ -28,6 +28,7 @@ from benchmarks.studies.demo_cascade import PROMPTS
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.cascade.level import LookupResult, StepLevels, Texts, of_each_token
 from vllm_hsd.cascade.suffix import SuffixLevel
+from vllm_hsd.host.host_budget import TIMED_AT_START
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
 
 SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"
@@ -120,6 +121,9 @@ class Stream:
         self.budget = None
         if fixed is None:
             self.budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, [False, True])
+            # A server times its levels when it starts.
+            for tokens in TIMED_AT_START:
+                self.budget.times[1].observe(tokens, times.draft(tokens))
 
     def answer(self, answer: Answer) -> float:
         """Seconds of an answer after its first token."""
@@ -175,11 +179,9 @@ class Stream:
         confidence = np.zeros((1, width))
         confidence[0, : counts[0]] = np.cumprod(estimates[:room])
         offer = LookupResult(np.zeros((1, width), dtype=np.int64), counts, confidence)
-        missed, late = self._missed(), 0.0
-        if missed > 0 and not self.budget.times[1].empty:
-            left = len(self.answered.tokens) - self.place
-            late = self.budget.times[1].seconds(missed) / left
-        found = self.budget.plan(SLOTS, SLOTS + room, 1, offer, [0.0, late])
+        missed, left = self._missed(), len(self.answered.tokens) - self.place
+        late = self.budget.times[1].seconds(missed) if missed > 0 else 0.0
+        found = self.budget.plan(SLOTS, SLOTS + room, 1, offer, [0.0, late], left)
         self.budget.searched(1, self.times.search)
         self.prices = found.further
         selected = found.selection or StepLevels((0, 1), (LENGTH, LENGTH))

@@ -7,6 +7,7 @@ the noise of these numbers of steps.
 import numpy as np
 import pytest
 from support.simulated_serving import (
+    LENGTH,
     REQUEST,
     Drafter,
     Guess,
@@ -16,10 +17,10 @@ from support.simulated_serving import (
     memory_bound,
 )
 
-from vllm_hsd.budget.draft_budget import cut
+from vllm_hsd.budget.draft_budget import DraftBudget, cut
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
-from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.cascade.level import LookupResult, StepLevels
 
 TARGETS = [memory_bound, cpu, compute_bound]
 
@@ -184,6 +185,33 @@ def test_trials_begin_at_once_and_their_pauses_double():
     trials.pays(0)
     assert not any(trials.due(0) for _ in range(FIRST_PAUSE)) and trials.due(0)
     assert [trials.takes_part(1, count).sum() for count in (1, 8, 64)] == [1, 1, 8]
+
+
+def test_a_trial_waits_until_its_reading_is_a_small_share():
+    trials = Trials(1)
+    due = [trials.due(0, reading=10.0) for _ in range(200 + TRIAL_STEPS)]
+    assert due == [False] * 200 + [True] * TRIAL_STEPS
+
+
+@pytest.mark.parametrize("late, left, reads", [(0.1, 100, True), (4, 100, False), (4, 400, True)])
+def test_a_model_reads_a_text_for_what_lookups_have_left_to_gain(late, left, reads):
+    """In each fourth step a lookup finds nothing."""
+    budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, [False, True])
+    one, places = np.ones(1, dtype=np.int64), np.arange(LENGTH)
+    budget.times[2].observe(1, 0.1)
+    budget.times[2].observe(9, 0.12)
+    budget.times[1].observe(1, 0.03)
+    # Nothing is due for a trial.
+    budget.trials.pause[:] = LONGEST_PAUSE
+    found = []
+    for step in range(24):
+        count = LENGTH * (step % 4 < 3)
+        estimates = 0.97 ** (1.0 + places[None, :count])
+        offer = LookupResult(np.zeros((1, count), dtype=np.int64), one * count, estimates)
+        plan = budget.plan(0 * one, LENGTH * one, 1, offer, [0.0, late], left)
+        found.append(1 in plan.selection.levels)
+        assert found[-1] or plan.selection.levels == (0,) * (count > 0)
+    assert found == [reads and step % 4 == 3 for step in range(24)]
 
 
 def test_tokens_are_kept_while_their_survival_pays():

@@ -83,6 +83,8 @@ class DraftBudget:
         self.rows = {pair: row for row, pair in enumerate(pairs)}
         self.acceptance = AcceptanceEstimates(len(pairs), num_slots)
         self.trials = Trials(len(pairs))
+        # Steps of each request, and what levels that drafted would have gained above the others.
+        self.steps, self.missing = np.zeros(num_slots), np.zeros((self.target, num_slots))
         # Of lookups right below the target, and what those of the step under way gain.
         self.searches, self.gained = Searches(), 0.0
         # Requests of the target's step under way, and seconds of drafting for it.
@@ -94,6 +96,7 @@ class DraftBudget:
         """The slot has a new request."""
         self.acceptance.forget(slot)
         self.waiting[slot] = False
+        self.steps[slot] = self.missing[:, slot] = 0
 
     def plan(
         self,
@@ -102,6 +105,7 @@ class DraftBudget:
         running: int,
         offer: LookupResult | None = None,
         late: Sequence[float] = (),
+        left: float = 1.0,
     ) -> Plan:
         """What is drafted in the next step, by the times seen so far.
 
@@ -109,14 +113,16 @@ class DraftBudget:
             slots, most: [n] int64 requests that may draft, and how many tokens.
             running: requests of the step, n at least.
             offer: what the lookup of level 0 has found for these requests.
-            late: by level, a step's share of the seconds in which it reads what it has missed.
+            late: by level, seconds in which it reads what it has missed, before it drafts.
+            left: tokens that a request may still get, in the mean.
         """
         size, target = len(slots), self.goodput[-1]
         if not size or target.times.empty:
             # Nothing is known yet.
             return Plan(np.zeros(1))
         verify, rate = target.prices(size, running), target.rate(running)
-        selected, round_ = self._select(slots, most, verify, rate, offer, late)
+        late = late or [0.0] * self.target
+        selected, round_ = self._select(slots, most, verify, rate, offer, late, left)
         return Plan(verify, selected, (rate * round_, float(verify[size]) / size))
 
     def _select(
@@ -127,10 +133,12 @@ class DraftBudget:
         rate: float,
         offer: LookupResult | None,
         late: Sequence[float],
+        left: float,
     ) -> tuple[StepLevels, float]:
         """The levels of the next step, the draft length of every request, and seconds of a round.
 
-        A round adds to drafts of a model; it has no price in a trial, which is to tell.
+        A round adds to drafts of a model; it has no price in a trial, which is to tell. A trial
+        waits until it takes a small share of the time since the last one.
 
         Every level takes from below what makes its own tokens cheapest ("Fast Inference via
         Hierarchical Speculative Decoding", section 4: a renewal of rounds, each worth its expected
@@ -139,11 +147,12 @@ class DraftBudget:
         if verify[-1] >= FORBIDDEN:
             return StepLevels(), 0.0
         size, target = len(slots), self.target
-        feeders, seconds = self._cheapest_paths(size, offer, late or [0.0] * target)
+        feeders, seconds = self._cheapest_paths(size, offer, [each / left for each in late])
         gains = [
             self._gain(top, slots, most, verify, rate * seconds[top], offer if top == 0 else None)
             for top in range(target)
         ]
+        gains = self._worth_reading(gains, slots, rate, late, left)
         best = max(range(target), key=lambda top: gains[top][0])
         if offer is not None and target == 1:
             price = rate * float(seconds[0][-1])
@@ -153,7 +162,7 @@ class DraftBudget:
         for top in range(target):
             used = top == best and gains[best][0] > 0
             option = self.rows[top, target]
-            if not used and self.trials.due(option):
+            if not used and self.trials.due(option, rate / size * late[top]):
                 lengths = np.where(
                     self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
                 )
@@ -166,6 +175,32 @@ class DraftBudget:
             lengths = np.where(lengths > 0, most, 0)
         below = 0.0 if feeder is None else float(seconds[feeder[0]][feeder[1]])
         return self._path(best, feeders, lengths), below + float(self._seconds(best, size))
+
+    def _worth_reading(
+        self,
+        gains: list[tuple[float, np.ndarray]],
+        slots: np.ndarray,
+        rate: float,
+        late: Sequence[float],
+        left: float,
+    ) -> list[tuple[float, np.ndarray]]:
+        """The same, of nothing where a level would have to read more than it will gain.
+
+        It reads once for all steps that are left, and a lookup's offer may be the better one in
+        most: what it gains in the next step says little. So what counts is the mean, over the steps
+        of these requests so far, of what its draft would have gained above all others. A request
+        begins with a step that gains nothing.
+        """
+        size, found = len(slots), []
+        self.steps[slots] += 1
+        steps = left / self.goodput[-1].gain(size)
+        for top, (gain, lengths) in enumerate(gains):
+            others = [other for k, (other, _) in enumerate(gains) if k != top]
+            self.missing[top, slots] += max(gain - max([0.0, *others]), 0.0) / size
+            mean = float((self.missing[top, slots] / (self.steps[slots] + 1)).sum())
+            reads = late[top] == 0 or mean * steps >= rate * late[top]
+            found.append((gain if reads else 0.0, lengths))
+        return found
 
     def goes_on(
         self,
@@ -197,8 +232,10 @@ class DraftBudget:
     ) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
         """By level: its feeder with its draft length, and seconds [longest + 1] of n tokens.
 
-        What a lookup offers now is the first round; later ones are what they are in the mean. What
-        levels have missed they read once.
+        What a lookup offers now is the first round; later ones are what they are in the mean.
+
+        Args:
+            late: by level, a step's share of the seconds in which it reads what it has missed.
         """
         missed = list(late)
         tokens = np.arange(self.longest + 1)
@@ -228,8 +265,9 @@ class DraftBudget:
             seconds.append(best)
             if feeder is not None:
                 missed[level] += missed[feeder[0]]
-        seconds = [own + more * (tokens > 0) for own, more in zip(seconds, missed, strict=True)]
-        return feeders, seconds
+        # What it has missed itself is weighed apart, see `_worth_reading`.
+        fed = [(all_ - own) * (tokens > 0) for all_, own in zip(missed, late, strict=True)]
+        return feeders, [own + more for own, more in zip(seconds, fed, strict=True)]
 
     def _gain(
         self,

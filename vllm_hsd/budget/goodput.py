@@ -33,11 +33,14 @@ class Goodput:
         # By batch size, how often in a row its time without drafts was found to be old.
         self.unmeasured: dict[int, int] = {}
 
+    def gain(self, size: int) -> float:
+        """The goodput reached over that without drafts, at least 1."""
+        at = self.times.nearest(size)
+        return float(max(self.emitted[at] / self.spent[at], 1.0))
+
     def rate(self, size: int) -> float:
         """Tokens per second at the goodput reached, which is at least that without drafts."""
-        at = self.times.nearest(size)
-        gain = max(self.emitted[at] / self.spent[at], 1.0)
-        return float(gain * size / self.times.seconds(size))
+        return float(self.gain(size) * size / self.times.seconds(size))
 
     def prices(self, drafting: int, size: int) -> np.ndarray:
         """[M + 1] float64 tokens that it costs to verify m tokens of `drafting` of `size` requests.

@@ -11,6 +11,8 @@ TRIAL_STEPS = 6
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
 # Steps without a search where searches do not pay, and decay of what they gained with each.
 SEARCH_PAUSE, SEARCH_MEMORY = 8, 0.97
+# Of the time since the last one, what a trial spends at most on reading what a level has missed.
+_READING_SHARE = 0.05
 # One request in so many takes part in a trial: that tells enough, and costs little.
 _SHARE = 8
 
@@ -36,10 +38,15 @@ class Trials:
         """Note that the option is used in this step for what it is expected to gain."""
         self.idle[option], self.pause[option] = 0, FIRST_PAUSE
 
-    def due(self, option: int) -> bool:
-        """Whether the option is used in this step although it does not pay; a step has passed."""
+    def due(self, option: int, reading: float = 0.0) -> bool:
+        """Whether the option is used in this step although it does not pay; a step has passed.
+
+        Args:
+            reading: what must be read before it is used, in steps.
+        """
         self.idle[option] += 1
-        idle = self.idle[option] - self.pause[option]
+        pause = max(self.pause[option], int(reading / _READING_SHARE))
+        idle = self.idle[option] - pause
         if idle >= self.steps:
             longer = min(max(2 * self.pause[option], FIRST_PAUSE), LONGEST_PAUSE)
             self.idle[option], self.pause[option] = 0, longer

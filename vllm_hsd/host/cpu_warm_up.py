@@ -29,12 +29,14 @@ _REQUESTS = 2
 def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     config = self.vllm_config
-    if not current_platform.is_cpu() or not config.kernel_config.enable_jit_warmup:
-        return
-    if not isinstance(config.speculative_config, NeedsHooks):
+    if not current_platform.is_cpu() or not isinstance(config.speculative_config, NeedsHooks):
         return
     from vllm_hsd.host.host_speculator import HostSpeculator
 
+    if isinstance(self.speculator, HostSpeculator):
+        self.speculator.time_levels()
+    if not config.kernel_config.enable_jit_warmup:
+        return
     began, scheduler = time.perf_counter(), self.scheduler_config
     largest = scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)

@@ -17,6 +17,9 @@ from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_program import HostProgram
 
+# Tokens of the passes by which levels are timed before there are requests.
+TIMED_AT_START = 1, 1, 64
+
 
 class HostBudget:
     """Selects the levels and the draft length of every request, by what was learned while serving.
@@ -112,8 +115,10 @@ class HostBudget:
             began = clock.seconds()
             offer = program.offer(state, drafts)
             self.searching = clock.seconds() - began
-        late = self._late(program, state, left[drafts])
-        plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late))
+        late = self._late(program, state)
+        # One in every step at least.
+        steps = max(float(left[drafts].mean()) if len(slots) else 1.0, 1.0)
+        plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, steps))
         selected, self.further = plan.selection, plan.further
         if offer is not None:
             self.budget.searched(len(slots), self.searching)
@@ -129,16 +134,12 @@ class HostBudget:
             self.budget.branch_tokens[slots] = kept
         return selected
 
-    def _late(self, program: HostProgram, state: ProposalState, left: np.ndarray) -> list[float]:
-        """By level, a step's share of the seconds in which it reads what it has missed.
-
-        Until each request has all the tokens that it may get, one in every step at least.
-        """
-        steps = max(float(left.mean()) if len(left) else 1.0, 1.0)
+    def _late(self, program: HostProgram, state: ProposalState) -> list[float]:
+        """By level, seconds in which it reads what it has missed."""
         found = []
         for k, times in enumerate(self.budget.times[:-1]):
             missed = program.missed(state, k)
-            found.append(times.seconds(missed) / steps if missed and not times.empty else 0.0)
+            found.append(times.seconds(missed) if missed and not times.empty else 0.0)
         return found
 
     def _searches(self, size: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from vllm_hsd.budget import clock
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
@@ -21,7 +22,7 @@ from vllm_hsd.cascade.schedule import Draft, Lookup
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.host_branches import HostBranches
-from vllm_hsd.host.host_budget import HostBudget
+from vllm_hsd.host.host_budget import TIMED_AT_START, HostBudget
 from vllm_hsd.host.host_estimates import estimates_of
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.level_caches import LevelCaches
@@ -195,6 +196,20 @@ class HostSpeculator(BaseSpeculator):
         if self.budget is not None:
             for size in (1, min(2, self.state.batch)):
                 self.program.warm_up(self.state.bucket(size))
+
+    def time_levels(self) -> None:
+        """Time passes of levels before there are requests, in blocks that belong to none."""
+        if self.budget is None:
+            return
+        slot, computed = np.zeros(1, dtype=np.int64), self.caches.computed
+        for level, model in enumerate(self.caches.levels):
+            # The first one is not timed.
+            for i, tokens in enumerate((1, *TIMED_AT_START)) if model is not None else ():
+                began = clock.seconds()
+                self.caches.read(level, slot, slot + min(tokens, self.max_model_len))
+                computed[level, 0] = 0
+                if i:
+                    self.budget.timed(level, tokens, clock.seconds() - began)
 
     def _take_in(self, input_batch, slots, num_sampled, num_rejected) -> None:
         """What became of the last proposal, and which requests are new."""
