@@ -12,6 +12,8 @@ the best fixed configuration of each set, chosen with hindsight.
 
 import argparse
 import json
+import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +34,7 @@ from vllm_hsd.host.host_budget import TIMED_AT_START
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
 
 SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"
-NUM_PROMPTS, MAX_TOKENS, LENGTH = 5, 96, 8
+NUM_PROMPTS, MAX_TOKENS, LENGTH, NUM_ORDERS = 5, 96, 8, 12
 SLOTS = np.zeros(1, dtype=np.int64)
 # Levels and draft lengths.
 FIXED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -287,13 +289,10 @@ def record(prompts: dict[str, list[Prompt]], path: Path) -> None:
 
 
 def orders(answers: Sequence[Answer]) -> dict[str, list[list[Answer]]]:
-    """Streams that each begin cold: sets in turn, backwards, a set each, an answer each."""
+    """Streams that each begin cold: all sets mixed, some times; a set each; an answer each."""
     by_set = {a.set: [b for b in answers if b.set == a.set] for a in answers}
-    most = max(map(len, by_set.values()))
-    turns = [own[i] for i in range(most) for own in by_set.values() if i < len(own)]
     return {
-        "in turn": [turns],
-        "backwards": [turns[::-1]],
+        "mixed": [random.Random(i).sample(answers, len(answers)) for i in range(NUM_ORDERS)],
         "a set": list(by_set.values()),
         "one answer": [[each] for each in answers],
     }
@@ -307,11 +306,12 @@ def rows(answers: Sequence[Answer], machine: str) -> list[dict[str, Any]]:
         return sum(seconds[id(a)] for a in answers if a.set == name)
 
     def run(streams: list[list[Answer]], fixed: tuple | None) -> dict[int, float]:
-        found: dict[int, float] = {}
+        found: defaultdict[int, list[float]] = defaultdict(list)
         for stream in streams:
             serving = Stream(times, fixed)
-            found |= {id(a): serving.answer(a) for a in stream}
-        return found
+            for answer in stream:
+                found[id(answer)].append(serving.answer(answer))
+        return {key: float(np.mean(seconds)) for key, seconds in found.items()}
 
     fixed = {name: run([list(answers)], levels) for name, levels in FIXED.items()}
     table = []
