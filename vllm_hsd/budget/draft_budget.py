@@ -22,6 +22,7 @@ import numpy as np
 
 from vllm_hsd.budget.acceptance import PLACES, PRIOR_ACCEPTANCE, AcceptanceEstimates
 from vllm_hsd.budget.goodput import FORBIDDEN, Goodput
+from vllm_hsd.budget.reading import Reading
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import Searches, Trials
 from vllm_hsd.cascade.level import LookupResult, StepLevels
@@ -83,8 +84,7 @@ class DraftBudget:
         self.rows = {pair: row for row, pair in enumerate(pairs)}
         self.acceptance = AcceptanceEstimates(len(pairs), num_slots)
         self.trials = Trials(len(pairs))
-        # Steps of each request, and what levels that drafted would have gained above the others.
-        self.steps, self.missing = np.zeros(num_slots), np.zeros((self.target, num_slots))
+        self.reading = Reading(self.target, num_slots)
         # Of lookups right below the target, and what those of the step under way gain.
         self.searches, self.gained = Searches(), 0.0
         # Requests of the target's step under way, and seconds of drafting for it.
@@ -96,7 +96,7 @@ class DraftBudget:
         """The slot has a new request."""
         self.acceptance.forget(slot)
         self.waiting[slot] = False
-        self.steps[slot] = self.missing[:, slot] = 0
+        self.reading.forget(slot)
 
     def plan(
         self,
@@ -152,7 +152,10 @@ class DraftBudget:
             self._gain(top, slots, most, verify, rate * seconds[top], offer if top == 0 else None)
             for top in range(target)
         ]
-        gains = self._worth_reading(gains, slots, rate, late, left)
+        costs = [rate * each for each in late]
+        steps = left / self.goodput[-1].gain(size)
+        pays = self.reading.pays(slots, [gain for gain, _ in gains], costs, steps)
+        gains = [each if ok else (0.0, each[1]) for each, ok in zip(gains, pays, strict=True)]
         best = max(range(target), key=lambda top: gains[top][0])
         if offer is not None and target == 1:
             price = rate * float(seconds[0][-1])
@@ -162,7 +165,7 @@ class DraftBudget:
         for top in range(target):
             used = top == best and gains[best][0] > 0
             option = self.rows[top, target]
-            if not used and self.trials.due(option, rate / size * late[top]):
+            if not used and self.trials.due(option, costs[top] / size):
                 lengths = np.where(
                     self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
                 )
@@ -175,32 +178,6 @@ class DraftBudget:
             lengths = np.where(lengths > 0, most, 0)
         below = 0.0 if feeder is None else float(seconds[feeder[0]][feeder[1]])
         return self._path(best, feeders, lengths), below + float(self._seconds(best, size))
-
-    def _worth_reading(
-        self,
-        gains: list[tuple[float, np.ndarray]],
-        slots: np.ndarray,
-        rate: float,
-        late: Sequence[float],
-        left: float,
-    ) -> list[tuple[float, np.ndarray]]:
-        """The same, of nothing where a level would have to read more than it will gain.
-
-        It reads once for all steps that are left, and a lookup's offer may be the better one in
-        most: what it gains in the next step says little. So what counts is the mean, over the steps
-        of these requests so far, of what its draft would have gained above all others. A request
-        begins with a step that gains nothing.
-        """
-        size, found = len(slots), []
-        self.steps[slots] += 1
-        steps = left / self.goodput[-1].gain(size)
-        for top, (gain, lengths) in enumerate(gains):
-            others = [other for k, (other, _) in enumerate(gains) if k != top]
-            self.missing[top, slots] += max(gain - max([0.0, *others]), 0.0) / size
-            mean = float((self.missing[top, slots] / (self.steps[slots] + 1)).sum())
-            reads = late[top] == 0 or mean * steps >= rate * late[top]
-            found.append((gain if reads else 0.0, lengths))
-        return found
 
     def goes_on(
         self,
@@ -265,7 +242,7 @@ class DraftBudget:
             seconds.append(best)
             if feeder is not None:
                 missed[level] += missed[feeder[0]]
-        # What it has missed itself is weighed apart, see `_worth_reading`.
+        # What it has missed itself is weighed apart, see `Reading`.
         fed = [(all_ - own) * (tokens > 0) for all_, own in zip(missed, late, strict=True)]
         return feeders, [own + more for own, more in zip(seconds, fed, strict=True)]
 
