@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -178,12 +179,19 @@ def run(arguments: argparse.Namespace) -> int:
     curve: deque[float] = deque(maxlen=HISTORY)
     before = read(url)
     refreshes = itertools.count() if arguments.count is None else range(arguments.count)
-    with Live(console=Console(), auto_refresh=False, transient=False) as live:
+    console = Console()
+    # What is no terminal gets one view after the other.
+    lasting = Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext()
+    with lasting as live:
         for _ in refreshes:
             time.sleep(arguments.interval)
             change = Change(before, read(url))
             curve.append(change.rate(GENERATED))
-            live.update(render(change, curve), refresh=True)
+            view = render(change, curve)
+            if live is None:
+                console.print(view)
+            else:
+                live.update(view, refresh=True)
             before = change.after
     return 0
 
