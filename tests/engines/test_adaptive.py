@@ -1,7 +1,8 @@
 """Adaptive depth in the engine: levels that switch in and out change no text and lose no cache."""
 
 import pytest
-from support.engines import ids, run_engine
+from support.engines import ids, run_engine, run_jobs
+from support.hosted_branches import runner_of
 from support.level_files import cascade
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
@@ -53,13 +54,29 @@ def copies(family):
     return run_copies(family, SWITCHING)
 
 
+def run_after_start(llm, jobs: dict) -> tuple[list[int], dict]:
+    """Passes of each level, and of the target, that were timed before any request; results."""
+    times = runner_of(llm).speculator.budget.budget.times
+    return [each.observed for each in times], run_jobs(llm, jobs)
+
+
 @pytest.fixture(scope="module")
-def learned(family):
+def timed(family):
     """The real budget over three different levels."""
     levels = [{"ngram": {"max": 3}}, {"model": family.small}, {"model": family.mid}]
     for level in levels[:2]:
         level["num_tokens"] = 3
-    return run_engine({"model": family.target, **adaptive(*levels)}, JOBS)
+    arguments = {"model": family.target, **adaptive(*levels)}
+    return run_engine(arguments, JOBS, work=run_after_start)
+
+
+@pytest.fixture(scope="module")
+def learned(timed):
+    return timed[1]
+
+
+def test_levels_with_passes_are_timed_before_there_are_requests(timed):
+    assert timed[0] == [0, 3, 3, 0]
 
 
 @pytest.fixture(scope="module")
