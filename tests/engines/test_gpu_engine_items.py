@@ -74,7 +74,7 @@ def test_without_vllm_no_engine_item_runs(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_boot(setting):
     found = boot.run(setting)
-    assert "runner V2" in found.lines[0] and "CascadeSpeculator" in found.lines[1]
+    assert "runner V2" in found.lines[0] and "HostSpeculator" in found.lines[1]
 
 
 @pytest.mark.slow
