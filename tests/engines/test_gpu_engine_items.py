@@ -108,7 +108,7 @@ def test_defaults(setting):
 @pytest.mark.slow
 def test_engine_distribution(setting, family):
     found = engine_distribution.run(setting, paths(family))
-    assert [row["control"] for row in found.rows] == [False] * 4 + [True] * 2
+    assert [row["control"] for row in found.rows] == [False] * 5 + [True] * 2
     assert all(row["tokens_per_step"] > 1 for row in found.rows)
 
 
@@ -122,7 +122,7 @@ def test_soak(setting, family):
 @pytest.mark.slow
 def test_step_times(setting):
     found = step_times.run(setting)
-    assert len({row["stack"] for row in found.rows}) == 7
+    assert len({row["stack"] for row in found.rows}) == 8
     assert all(row["ms_low"] <= row["ms_per_step"] <= row["ms_high"] for row in found.rows)
 
 

@@ -26,7 +26,8 @@ CASES = {
     ),
     "bias and eos": (
         [2, 2, 4, 3],
-        {"logit_bias": {2: 1.0}, "min_tokens": 2, "ignore_eos": False, "top_p": 0.95},
+        # Where top_p needs every token, vLLM's kernel leaves the least likely one out.
+        {"logit_bias": {2: 1.0}, "min_tokens": 2, "ignore_eos": False, "top_p": 0.7},
     ),
     "bad words": ([3, 0, 0, 4], {"bad_words_ids": [[2], [3, 3]], "allowed_token_ids": [0, 2, 3]}),
     "with seeds": ([0, 4, 2], {"temperature": 0.9}),
