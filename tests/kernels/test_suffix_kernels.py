@@ -11,9 +11,9 @@ from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.cascade.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES
 
 
-# In the last of the first, a search ends behind the last place of a store.
+# In 38 a search ends after the last place of a store.
 @pytest.mark.parametrize(
-    "seed", [1, 2, 38, *(pytest.param(s, marks=pytest.mark.slow) for s in range(9, 38))]
+    "seed", [1, 2, 38, *(pytest.param(s, marks=pytest.mark.slow) for s in range(9, 40) if s != 38)]
 )
 def test_random_texts_and_stores(seed, monkeypatch):
     """Texts over several chunks, unverified ends, a request that is not to draft."""

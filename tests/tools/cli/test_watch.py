@@ -92,7 +92,8 @@ def test_the_command(capsys):
         assert main(["watch", f"{url}/v1", "--interval", "0.01", "--count", "2"]) == 0
         server.shutdown()
     # A view after the other where the output is no terminal.
-    assert capsys.readouterr().out.count("vllm-hsd watch") == 2
+    out = capsys.readouterr().out
+    assert out.count("vllm-hsd watch") == 2 and "suffix" in out
 
 
 @pytest.mark.parametrize(
