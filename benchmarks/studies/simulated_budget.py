@@ -28,9 +28,9 @@ from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.studies import demo, edits
 from benchmarks.studies.demo_cascade import PROMPTS
 from vllm_hsd.budget.draft_budget import DraftBudget
+from vllm_hsd.budget.step_times import TIMED_AT_START
 from vllm_hsd.cascade.level import LookupResult, StepLevels, Texts, of_each_token
 from vllm_hsd.cascade.suffix import SuffixLevel
-from vllm_hsd.host.host_budget import TIMED_AT_START
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
 
 SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"

@@ -17,6 +17,8 @@ _MACHINE_RATE = 0.08
 _SETTLED = 3
 # Observations, at any size, after which what a size has seen weighs half.
 _HALF_LIFE = 35.0
+# Tokens of the passes by which levels are timed before there are requests.
+TIMED_AT_START = 1, 1, 64
 
 
 class StepTimes:

@@ -17,9 +17,6 @@ from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_program import HostProgram
 
-# Tokens of the passes by which levels are timed before there are requests.
-TIMED_AT_START = 1, 1, 64
-
 
 class HostBudget:
     """Selects the levels and the draft length of every request, by what was learned while serving.

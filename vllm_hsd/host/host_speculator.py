@@ -14,6 +14,7 @@ import torch
 
 from vllm_hsd.budget import clock
 from vllm_hsd.budget.source_choice import SourcesLookup
+from vllm_hsd.budget.step_times import TIMED_AT_START
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
@@ -22,7 +23,7 @@ from vllm_hsd.cascade.schedule import Draft, Lookup
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.host_branches import HostBranches
-from vllm_hsd.host.host_budget import TIMED_AT_START, HostBudget
+from vllm_hsd.host.host_budget import HostBudget
 from vllm_hsd.host.host_estimates import estimates_of
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.level_caches import LevelCaches
@@ -201,15 +202,23 @@ class HostSpeculator(BaseSpeculator):
         """Time passes of levels before there are requests, in blocks that belong to none."""
         if self.budget is None:
             return
-        slot, computed = np.zeros(1, dtype=np.int64), self.caches.computed
+        slot = np.zeros(1, dtype=np.int64)
+
+        def seconds_of(level: int, tokens: int) -> float:
+            began = clock.seconds()
+            self.caches.read(level, slot, np.array([tokens]))
+            self.caches.computed[level, slot] = 0
+            return clock.seconds() - began
+
+        sizes = [min(tokens, self.max_model_len) for tokens in TIMED_AT_START]
         for level, model in enumerate(self.caches.levels):
-            # The first one is not timed.
-            for i, tokens in enumerate((1, *TIMED_AT_START)) if model is not None else ():
-                began = clock.seconds()
-                self.caches.read(level, slot, slot + min(tokens, self.max_model_len))
-                computed[level, 0] = 0
-                if i:
-                    self.budget.timed(level, tokens, clock.seconds() - began)
+            if model is None:
+                continue
+            # The first pass over so many tokens may compile a kernel.
+            for tokens in sorted({*sizes}):
+                seconds_of(level, tokens)
+            for tokens in sizes:
+                self.budget.timed(level, tokens, seconds_of(level, tokens))
 
     def _take_in(self, input_batch, slots, num_sampled, num_rejected) -> None:
         """What became of the last proposal, and which requests are new."""
