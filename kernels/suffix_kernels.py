@@ -337,7 +337,7 @@ def store_votes_kernel(
             b = tl.where(is_last, tl.minimum(right, high), a)
             while tl.max(b - a, axis=0) > 0:
                 middle = (a + b) // 2
-                # A search that has ended may stand behind the last of all places.
+                # A search that has ended may be past the last of all places.
                 under_way = a < b
                 found = tl.load(order_ptr + middle, mask=under_way, other=0)
                 same = tl.load(text_at + found, mask=under_way, other=-2) == token

@@ -40,7 +40,7 @@ def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
     small, mid = {"model": family["small"], "num_tokens": 2}, {"model": family["mid"]}
     levels = engines.cascade(5, small, mid)
     # By the default of a CPU it would draft nothing: a pass costs what one of the target does.
-    equal = engines.cascade(4, {"model": family["target"]}) | {"adaptive": False}
+    equal = engines.cascade(4, {"model": family["target"]}, adaptive=False)
     return {
         "cascade": {"speculative_config": levels},
         "cascade, eager": {"speculative_config": levels, "enforce_eager": True},

@@ -214,7 +214,8 @@ class DraftBudget:
         Args:
             late: by level, a step's share of the seconds in which it reads what it has missed.
         """
-        missed = list(late)
+        # What the levels below have to read; what a level has missed itself, `Reading` weighs.
+        fed = [0.0] * self.target
         tokens = np.arange(self.longest + 1)
         feeders: list[tuple[int, int] | None] = []
         seconds: list[np.ndarray] = []
@@ -233,7 +234,7 @@ class DraftBudget:
                 cheapest = int((rounds / first).argmin())
                 later = np.maximum(tokens - first[cheapest], 0) / emitted[cheapest]
                 found = rounds[cheapest] * ((tokens > 0) + later)
-                pays = found[-1] + missed[below] < best[-1]
+                pays = found[-1] + late[below] + fed[below] < best[-1]
                 if pays:
                     self.trials.pays(row)
                 if pays or self.trials.due(row):
@@ -241,10 +242,9 @@ class DraftBudget:
             feeders.append(feeder)
             seconds.append(best)
             if feeder is not None:
-                missed[level] += missed[feeder[0]]
-        # What it has missed itself is weighed apart, see `Reading`.
-        fed = [(all_ - own) * (tokens > 0) for all_, own in zip(missed, late, strict=True)]
-        return feeders, [own + more for own, more in zip(seconds, fed, strict=True)]
+                fed[level] = late[feeder[0]] + fed[feeder[0]]
+        seconds = [own + more * (tokens > 0) for own, more in zip(seconds, fed, strict=True)]
+        return feeders, seconds
 
     def _gain(
         self,

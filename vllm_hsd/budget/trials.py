@@ -42,7 +42,7 @@ class Trials:
         """Whether the option is used in this step although it does not pay; a step has passed.
 
         Args:
-            reading: what must be read before it is used, in steps.
+            reading: tokens that each request would get while what was missed is read.
         """
         self.idle[option] += 1
         pause = max(self.pause[option], int(reading / _READING_SHARE))

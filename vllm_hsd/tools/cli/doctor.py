@@ -231,7 +231,7 @@ def _names(verbose: bool) -> Iterator[Finding]:
 
     from vllm_hsd.host.hooks import REGISTRY
 
-    # Which names differ is the first question that a new release asks.
+    # Users of a new release need to know which names differ.
     if unverified := registry.version_fault():
         yield Finding("problem", unverified)
     try:
