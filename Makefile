@@ -6,7 +6,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv smollm2 family demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof gpu-pack clean
+.PHONY: venv smollm2 family results demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof gpu-pack clean
 
 venv: .venv/.installed
 
@@ -92,6 +92,10 @@ bench: venv
 	echo "Tables and figures are in results/."; \
 	if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi
 
+# What docs/results.md leads with: the family and SmolLM2 by set, temperature and batch; hours, resumed.
+results: venv
+	$(BIN)/python -m benchmarks.results $(FROM_PROMPTS)
+
 bench-paper-tables: venv
 	$(BIN)/python -m benchmarks.paper_tables.gsp_tables
 	$(BIN)/python -m benchmarks.paper_tables.verifiers
@@ -143,10 +147,6 @@ FROM_PROMPTS = $(if $(PROMPTS),--prompts $(PROMPTS))
 bench-real: venv
 	$(BIN)/python -m benchmarks.studies.real_model $(FROM_PROMPTS)
 
-# Adaptive drafting on every set, batch size, temperature and prefix cache; as long, and resumed, too.
-bench-workloads: venv
-	$(BIN)/python -m benchmarks.studies.workloads $(FROM_PROMPTS)
-
 # Several drafts in one pass beside each source alone; --padded: at the cost of a larger target.
 bench-branches: venv
 	$(BIN)/python -m benchmarks.studies.real_model --branches --temperatures 0,1 $(FROM_PROMPTS)
@@ -175,10 +175,6 @@ bench-entropies: venv
 bench-windows: venv
 	$(BIN)/python -m benchmarks.studies.windows $(FROM_PROMPTS)
 	$(BIN)/python -m benchmarks.studies.windows $(FROM_PROMPTS) --padded 800e6
-
-# Qwen2.5-Coder 1.5B: its 0.5B, lookups, and cascades of both, in turn.
-bench-family: venv
-	$(BIN)/python -m benchmarks.studies.family $(FROM_PROMPTS)
 
 # What `adaptive` would draft, over the best fixed configuration of each set: replayed, no engine.
 bench-budget: venv

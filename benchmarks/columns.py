@@ -14,15 +14,19 @@ from vllm_hsd.tools.engine import Generation
 
 # Columns of every study: of the cell; of time; of counts; where it was run. What a study does not
 # measure is empty. `speedup` is a ratio of rates over all batches, `speedup_low` and `_high` are
-# what `spread` says of single batches; `first_token` and `per_token` are times over those of no
-# speculation; `tokens_per_step` leaves the prefill out, `block_efficiency` holds it.
+# what `spread` says of single batches, `ci_low` and `_high` its 95 % interval (bootstrap over
+# batches); `first_token` and `per_token` are times over those of no speculation, TTFT and TPOT as
+# `vllm bench serve` has them; `tokens_per_step` leaves the prefill out, `block_efficiency` holds it;
+# `by_place` is the share of steps in which the first, second, ... draft token was accepted.
 COLUMNS = (
     *("group", "set", "x", "batch_size", "temperature", "cache", "configuration", "batches"),
     *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "spread"),
     *("first_token", "per_token", "tokens_per_step", "acceptance", "draft_length", "no_draft"),
     *("block_efficiency", "block_efficiency_sd", "redundancy", "target_utilization"),
     *("generated_per_target_call", "greedy_differences", "largest_gap", "dtype", "max_tokens"),
+    *("ci_low", "ci_high", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "by_place"),
 )
+RESAMPLES, PLACES = 2000, 8
 
 
 class Table:
@@ -66,6 +70,41 @@ def times(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
         "spread": "quartiles of batches",
         "first_token": first / first_plain,
     }
+
+
+def interval(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, float]:
+    """Columns of the speed-up's 95 % interval: both are resampled by the same batches."""
+    tokens, seconds = (
+        np.array([[getattr(each, name) for each in found] for found in (own, plain)])
+        for name in ("num_tokens", "seconds")
+    )
+    drawn = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
+    rates = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)
+    low, high = np.quantile(rates[0] / rates[1], (0.025, 0.975))
+    return {"ci_low": float(low), "ci_high": float(high)}
+
+
+def latencies(answers: Sequence[Generation]) -> dict[str, Any]:
+    """Columns of TTFT and TPOT, percentiles over requests, and of acceptance by place."""
+    first, last, count = (
+        np.array([each for found in answers for each in column(found)], dtype=float)
+        for column in (
+            lambda found: found.first_token_seconds,
+            lambda found: found.last_token_seconds,
+            lambda found: map(len, found.token_ids),
+        )
+    )
+    several = count > 1
+    found = {"ttft_p50_ms": 1e3 * float(np.median(first))}
+    if several.any():
+        per_token = 1e3 * (last - first)[several] / (count[several] - 1)
+        found["tpot_p50_ms"], found["tpot_p99_ms"] = map(float, np.quantile(per_token, (0.5, 0.99)))
+    # The first step of a request is that of its prompt.
+    steps = np.array([n for each in answers for own in each.step_lengths for n in own[1:]])
+    if steps.size and steps.max() > 1:
+        shares = [(steps > place + 1).mean() for place in range(min(int(steps.max()) - 1, PLACES))]
+        found["by_place"] = " ".join(f"{share:.2f}" for share in shares)
+    return found
 
 
 def rate(answers: Sequence[Any]) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common, plot
-from benchmarks.columns import Table, chosen, counts, means, times
+from benchmarks.columns import Table, chosen, counts, interval, latencies, means, times
 from benchmarks.models.smollm2 import smollm2, zero_padded
 from vllm_hsd.tools.cli import bench, bench_quality, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
@@ -187,6 +187,8 @@ class Sweep:
                         **times(own, plain),
                         **chosen(own),
                         **counts(own),
+                        **interval(own, plain),
+                        **latencies(own),
                         **self._differences(cells, index),
                         "dtype": self.setup.dtype,
                         "max_tokens": self.params["max_tokens"],

@@ -96,7 +96,7 @@ def test_configurations_answer_cold_and_warm_in_an_order_that_rotates(tmp_path):
     assert rows[7]["first_token"] == pytest.approx(5 / 8) and rows[7][
         "speedup_low"
     ] == pytest.approx(8 / 5)
-    table = Table(tmp_path / "workloads.csv")
+    table = Table(tmp_path / "table.csv")
     assert not table.has(**cell.key)
     table.add(rows)
     assert Table(table.path).has(**cell.key) and not table.has(**{**cell.key, "temperature": 1.0})
@@ -158,6 +158,8 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
 
 def test_committed_tables_have_one_schema():
     """All but those of `vllm-hsd bench`, of drafts, steps, runners and the replay."""
+    # Intervals and latencies came later.
+    schemas = [[*COLUMNS[:end], "commit", "machine"] for end in (COLUMNS.index("ci_low"), None)]
     for path in sorted(STUDIES.glob("*.csv")):
         if path.stem in (
             "synthetic_cascade",
@@ -170,7 +172,7 @@ def test_committed_tables_have_one_schema():
         ):
             continue
         with path.open() as file:
-            assert next(csv.reader(file)) == [*COLUMNS, "commit", "machine"], path
+            assert next(csv.reader(file)) in schemas, path
 
 
 def test_cascades_share_the_engine_of_one_with_their_levels():

@@ -1,0 +1,147 @@
+"""Every speed that docs/results.md leads with, by one script: `make results`.
+
+    python -m benchmarks.results --prompts DIR      # hours; goes on where it was stopped
+    python -m benchmarks.results --tables           # what the measured cells say, as Markdown
+
+Configurations of a group take turns on each prompt, engines compiled as they are served: no
+speculation, vLLM's own methods, single drafters, cascades, and what is drafted by default. Prompts:
+the sets of DIR that SETS names, and edits of functions (`studies.edits`).
+"""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import sweep
+from benchmarks.columns import Table
+from benchmarks.common import RESULTS
+from benchmarks.models.qwen_coder import qwen_coder
+from benchmarks.models.smollm2 import smollm2
+from benchmarks.shared_engines import SharedEngines
+from benchmarks.studies import edits
+from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
+from benchmarks.sweep import Config, Group
+from vllm_hsd.tools.cli.options import integers, numbers
+
+SETS = "humaneval", "mt_bench", "gsm8k", "sum"
+TABLE = RESULTS / "results.csv"
+FAMILY, FAMILY_PEER, SMALL = "Qwen2.5-Coder 1.5B", "Qwen2.5-Coder 1.5B, vLLM's", "SmolLM2 135M"
+
+
+def family() -> dict[str, Config]:
+    """A lookup and the 0.5B, alone and as a cascade; one engine serves all of fixed lengths."""
+    lookup: dict[str, Any] = {"suffix": {}}
+    small = {"model": os.path.relpath(qwen_coder("0.5B"))}
+    below = {**lookup, "num_tokens": 8}
+    return {
+        "suffix 8 < 0.5B 8": fixed(below, small, length=8),
+        "0.5B 3": fixed(small, length=3),
+        "suffix 8": fixed(lookup, length=8),
+        "suffix < 0.5B, adaptive": fixed(below, small, length=8, adaptive=True),
+    }
+
+
+def family_peer() -> dict[str, Config]:
+    """vLLM's own drafter, apart: three targets at once take more memory than most have."""
+    small = os.path.relpath(qwen_coder("0.5B"))
+    own = {"method": "draft_model", "num_speculative_tokens": 3, "model": small}
+    return {"vLLM's draft_model 3": own}
+
+
+def smollm() -> dict[str, Config]:
+    """vLLM's own methods, and a lookup with a store: one draft, by default, and next to a head."""
+    return {
+        **vllms_own(),
+        "suffix 8": fixed(SUFFIX, length=8),
+        "suffix, adaptive": fixed(SUFFIX, adaptive=True),
+        "suffix or eagle3, adaptive": fixed({"sources": [SUFFIX, EAGLE3]}, adaptive=True),
+    }
+
+
+def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Lines of Markdown: speed-ups of a group by set, and what else was measured of them."""
+    for key in dict.fromkeys(_cell(row) for row in rows):
+        own = [row for row in rows if _cell(row) == key]
+        sets = list(dict.fromkeys(row["set"] for row in own))
+        names = list(dict.fromkeys(row["configuration"] for row in own))
+        group, size, temperature = key
+        counted = f"{own[0]['batches']} batches of each set x {own[0]['max_tokens']} tokens"
+        where = f"{own[0]['dtype']}, {own[0]['machine']}, commit {own[0]['commit']}"
+        yield f"**{group}, batch {size}, temperature {float(temperature):g}** ({counted}; {where})"
+        yield ""
+        yield f"| over no speculation | all | {' | '.join(sets)} | tokens a step | TTFT | TPOT |"
+        yield f"| --- {'| --- ' * (len(sets) + 4)}|"
+        for name in names:
+            found = {row["set"]: row for row in own if row["configuration"] == name}
+            yield f"| {name} | {' | '.join(_figures(found, sets))} |"
+        yield ""
+
+
+def _cell(row: Mapping[str, str]) -> tuple[str, str, str]:
+    return row["group"], row["batch_size"], row["temperature"]
+
+
+def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iterator[str]:
+    """Cells of a configuration's line: speed-ups, then means of the sets."""
+
+    def of(column: str) -> list[float]:
+        return [float(rows[name][column]) for name in sets if rows[name][column]]
+
+    yield f"{statistics.geometric_mean(of('speedup')):.2f}"
+    for name in sets:
+        low, high = (float(rows[name][column]) for column in ("ci_low", "ci_high"))
+        yield f"{float(rows[name]['speedup']):.2f} ({low:.2f}-{high:.2f})"
+    yield f"{statistics.fmean(of('tokens_per_step')):.2f}"
+    yield f"{statistics.fmean(of('ttft_p50_ms')) / 1e3:.2f} s"
+    median, most = (statistics.fmean(of(f"tpot_p{each}_ms")) for each in (50, 99))
+    yield f"{median:.0f}, {most:.0f} ms"
+
+
+def main() -> int:
+    parser = sweep.options(__doc__, TABLE.parent, sets=True)
+    parser.set_defaults(max_tokens=128, num_prompts=10, compiled=True)
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
+    parser.add_argument("--batch-sizes", type=integers, default=[1, 4, 16], help=f"of {SMALL}")
+    parser.add_argument("--groups", nargs="+", default=[FAMILY, SMALL, FAMILY_PEER])
+    parser.add_argument("--only", nargs="+", help="names of configurations")
+    parser.add_argument("--tables", action="store_true", help="print what was measured and end")
+    options = parser.parse_args()
+    table = Table(options.output / TABLE.name)
+    if options.tables:
+        print(*tables(table.rows), sep="\n")
+        return 0
+    faults: list[str] = []
+    for name in options.groups:
+        target, configs = {
+            FAMILY: (lambda: qwen_coder("1.5B"), family),
+            FAMILY_PEER: (lambda: qwen_coder("1.5B"), family_peer),
+            SMALL: (smollm2, smollm),
+        }[name]
+        options.model = os.path.relpath(target())
+        chosen = {k: v for k, v in configs().items() if not options.only or k in options.only}
+        sizes = options.batch_sizes if name == SMALL else [1]
+        group = Group(name, chosen, options.temperatures, sizes)
+        with tempfile.TemporaryDirectory() as directory:
+            for each in SETS if options.prompts else ():
+                shutil.copy(options.prompts / f"{each}.jsonl", directory)
+            edits.write(Path(directory, "edits.jsonl"))
+            prompts = sweep.read_sets(Path(directory), options.num_prompts)
+            faults += sweep.fill(
+                table,
+                [group],
+                options,
+                *prompts,
+                engines_class=SharedEngines,
+                kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
+            )
+    print(*tables(table.rows), f"Written: {table.path}", *faults, sep="\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
