@@ -19,7 +19,7 @@ def accepted(family, source: list[dict] | dict) -> tuple[list[list[int]], list[i
         for name, prompts in (("first", one), ("again", one), ("with another", two))
     }
     engine = {"model": family.target, "max_num_seqs": 2, **config}
-    found = run_engine(engine, jobs, short_matches=True)
+    found = run_engine(engine, jobs)
     return (
         [found[job]["outputs"][0][0]["ids"] for job in jobs],
         [found[job]["counters"]["spec_decode_num_accepted_tokens"] for job in jobs],

@@ -49,8 +49,11 @@ def equal_to_the_target(family) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_on_gpus")
 def test_levels_lose_nothing_and_a_damaged_cache_no_text(family, plain, tmp_path):
     """Drafters equal to the target, so that every entry that is not the right one costs tokens.
+
+    By fixed schedules: on a CPU levels read what comes from elsewhere anew.
 
     Negative control of what the first two engines show: with other numbers in the levels' files the
     third accepts less, and its text is still that of no speculation.
@@ -66,7 +69,10 @@ def test_levels_lose_nothing_and_a_damaged_cache_no_text(family, plain, tmp_path
     assert loaded == [0, STORED, STORED]
     assert all(result["outputs"] == plain for result in found)
     for result in found[:2]:
-        assert all(level["accepted"] == level["drafted"] > 0 for level in result["levels"])
+        low, top = result["levels"]
+        assert low["accepted"] == low["drafted"] > 0
+        # A text that has ended leaves its last draft.
+        assert 0 < top["drafted"] - top["accepted"] <= 5 * len(PROMPTS) < top["accepted"]
     top = found[2]["levels"][-1]
     assert top["accepted"] < 0.8 * top["drafted"]
 
@@ -90,7 +96,7 @@ def test_a_head_drafts_after_a_prefix_that_another_engine_has_read(family, plain
     store = tmp_path / "store"
     found = [run(family, store, [{"eagle3": head}]) for _ in range(2)]
     assert all(result["outputs"] == plain for result in found)
-    assert all(result["levels"][0]["drafted"] > 0 for result in found)
+    assert all(result["counters"]["spec_decode_num_draft_tokens"] > 0 for result in found)
 
 
 def test_levels_that_fill_their_caches_late_are_refused(family, tmp_path):
