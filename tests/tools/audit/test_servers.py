@@ -148,7 +148,7 @@ def test_real_servers(text_family, tmp_path, capsys):
     vLLM's own methods are no control on a CPU: with top_k its fault there ends the engine.
     """
     levels = [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}]
-    cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels}
+    cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels, "adaptive": False}
     plugins = {"sound": None, "biased": "support.biased_sampler:install_drafts_of_other_rows"}
     statuses, found = {}, {}
     with running_server(text_family.target, new(tmp_path / "plain"), **FREE) as plain:
@@ -157,6 +157,7 @@ def test_real_servers(text_family, tmp_path, capsys):
             with running_server(target, directory, cascade, plugin=plugin, **FREE) as server:
                 options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
                 options += ("--drafter", text_family.mid)
+                options += ("--engine-args", '{"enforce_eager": true}')
                 output = new(tmp_path / f"{name}-results")
                 statuses[name] = verify(output, server.url, plain.url, *options)
                 found[name] = json.loads((output / "verify.json").read_text())

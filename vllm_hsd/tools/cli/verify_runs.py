@@ -34,7 +34,7 @@ from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS, Facts, Found
 from vllm_hsd.tools.audit.workloads import run as serve
 from vllm_hsd.tools.cli import bench, greedy, verify_report, verify_workloads
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results
-from vllm_hsd.tools.cli.bench_runs import MAX_CPU_CACHE, SPARE_TOKENS, engine_arguments
+from vllm_hsd.tools.cli.bench_runs import MAX_CPU_CACHE, engine_arguments
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
 from vllm_hsd.tools.cli.verify_workloads import Served, shares
@@ -235,8 +235,8 @@ def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
     dtype = str(comparison.engine_args["dtype"])
     comparison.output.mkdir(parents=True, exist_ok=True)
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
-    longest = max(map(len, prompts)) + ANSWER_TOKENS + SPARE_TOKENS
-    arguments = {"max_model_len": longest, **comparison.base_args}
+    # A drafter's context may be shorter than the target's: vLLM takes what fits into its memory.
+    arguments = {"max_model_len": -1, **comparison.base_args}
     if not torch.cuda.is_available():
         arguments = {"kv_cache_memory_bytes": MAX_CPU_CACHE, **arguments}
     name = verification.drafter
