@@ -16,7 +16,7 @@ from vllm_hsd.tools.engine import Generation
 # measure is empty. `speedup` is a ratio of rates over all batches, `speedup_low` and `_high` are
 # what `spread` says of single batches, `ci_low` and `_high` its 95 % interval (bootstrap over
 # batches); `first_token` and `per_token` are times over those of no speculation, TTFT and TPOT as
-# `vllm bench serve` has them; `tokens_per_step` leaves the prefill out, `block_efficiency` holds it;
+# in `vllm bench serve`; `tokens_per_step` leaves the prefill out, `block_efficiency` holds it;
 # `by_place` is the share of steps in which the first, second, ... draft token was accepted.
 COLUMNS = (
     *("group", "set", "x", "batch_size", "temperature", "cache", "configuration", "batches"),

@@ -184,7 +184,7 @@ class Stream:
         missed, left = self._missed(), len(self.answered.tokens) - self.place
         late = self.budget.times[1].seconds(missed) if missed > 0 else 0.0
         found = self.budget.plan(SLOTS, SLOTS + room, 1, offer, [0.0, late], left)
-        self.budget.searched(1, self.times.search)
+        self.budget.searched(1, self.times.search, found.gained)
         self.prices = found.further
         selected = found.selection or StepLevels((0, 1), (LENGTH, LENGTH))
         if not selected.levels:

@@ -24,7 +24,7 @@ def install_and_forget_holes() -> None:
 
 def install_lowest() -> None:
     """Only level 0 drafts."""
-    DraftBudget.plan = lambda self, *_: Plan(FREE, StepLevels((0,), (self.lengths[0],)))
+    DraftBudget.plan = lambda self, *_: Plan(FREE, StepLevels((0,), (self.lengths[0],)), gained=1e9)
 
 
 def install_lowest_and_keep_rows() -> None:
@@ -44,12 +44,7 @@ def install_lowest_and_keep_rows() -> None:
 
 def install_free_drafts() -> None:
     """Drafts cost nothing, and searching for them gains more than it costs, however slow it was."""
-
-    def plan(self: DraftBudget, *_) -> Plan:
-        self.gained = 1e9
-        return Plan(FREE)
-
-    DraftBudget.plan = plan
+    DraftBudget.plan = lambda *_: Plan(FREE, gained=1e9)
 
 
 def install_free_drafts_and_forget_holes() -> None:
@@ -66,13 +61,12 @@ def _forget_holes() -> None:
 
 def _plan(self: DraftBudget, slots: np.ndarray, *_) -> Plan:
     """Sometimes nothing is worth its price, sometimes everything is, often it depends."""
-    self.calls, self.gained = getattr(self, "calls", 0) + 1, 1e9
+    self.calls = getattr(self, "calls", 0) + 1
     bits = zlib.crc32(str(self.calls).encode())
     tokens = np.arange(len(slots) * self.goodput[-1].widest + 1)
     price = (0.0, 0.05, 0.3, 1.0)[bits % 4] * tokens
-    return Plan(
-        price, _selection(self, slots, bits >> 4), ((0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], 0.1)
-    )
+    further = (0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], 0.1
+    return Plan(price, _selection(self, slots, bits >> 4), further, 1e9)
 
 
 def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> StepLevels:

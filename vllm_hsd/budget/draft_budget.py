@@ -40,11 +40,13 @@ class Plan:
         selection: levels and draft lengths; None for all that are configured.
         further: in accepted tokens, a further pass of the model that drafts for the target, of all
             requests, and each token that it adds.
+        gained: by the search for the offer, in accepted tokens above the price of verifying them.
     """
 
     verify: np.ndarray
     selection: StepLevels | None = None
     further: tuple[float, float] = (0.0, 0.0)
+    gained: float = 0.0
 
 
 class DraftBudget:
@@ -85,8 +87,8 @@ class DraftBudget:
         self.acceptance = AcceptanceEstimates(len(pairs), num_slots)
         self.trials = Trials(len(pairs))
         self.reading = Reading(self.target, num_slots)
-        # Of lookups right below the target, and what those of the step under way gain.
-        self.searches, self.gained = Searches(), 0.0
+        # Of lookups right below the target.
+        self.searches = Searches()
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         # Tokens of their branches, that are verified next to the drafts.
@@ -122,8 +124,8 @@ class DraftBudget:
             return Plan(np.zeros(1))
         verify, rate = target.prices(size, running), target.rate(running)
         late = late or [0.0] * self.target
-        selected, round_ = self._select(slots, most, verify, rate, offer, late, left)
-        return Plan(verify, selected, (rate * round_, float(verify[size]) / size))
+        selected, round_, gained = self._select(slots, most, verify, rate, offer, late, left)
+        return Plan(verify, selected, (rate * round_, float(verify[size]) / size), gained)
 
     def _select(
         self,
@@ -134,8 +136,9 @@ class DraftBudget:
         offer: LookupResult | None,
         late: Sequence[float],
         left: float,
-    ) -> tuple[StepLevels, float]:
-        """The levels of the next step, the draft length of every request, and seconds of a round.
+    ) -> tuple[StepLevels, float, float]:
+        """The levels of the next step with the draft length of every request, seconds of a round,
+        and what the search gained.
 
         A round adds to drafts of a model; it has no price in a trial, which is to tell. A trial
         waits until it takes a small share of the time since the last one.
@@ -145,7 +148,7 @@ class DraftBudget:
         emitted tokens); the target takes what gains most above its price.
         """
         if verify[-1] >= FORBIDDEN:
-            return StepLevels(), 0.0
+            return StepLevels(), 0.0, 0.0
         size, target = len(slots), self.target
         feeders, seconds = self._cheapest_paths(size, offer, [each / left for each in late])
         gains = [
@@ -157,9 +160,7 @@ class DraftBudget:
         pays = self.reading.pays(slots, [gain for gain, _ in gains], costs, steps)
         gains = [each if ok else (0.0, each[1]) for each, ok in zip(gains, pays, strict=True)]
         best = max(range(target), key=lambda top: gains[top][0])
-        if offer is not None and target == 1:
-            price = rate * float(seconds[0][-1])
-            self.gained = gains[0][0] + price if gains[0][0] > 0 else 0.0
+        searched = gains[0][0] + rate * float(seconds[0][-1]) if gains[0][0] > 0 else 0.0
         if gains[best][0] > 0:
             self.trials.pays(self.rows[best, target])
         for top in range(target):
@@ -169,15 +170,16 @@ class DraftBudget:
                 lengths = np.where(
                     self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
                 )
-                return self._path(top, feeders, lengths), 0.0
+                return self._path(top, feeders, lengths), 0.0, searched
         if gains[best][0] <= 0:
-            return StepLevels(), 0.0
+            return StepLevels(), 0.0, searched
         lengths, feeder = gains[best][1], feeders[best]
         if self.ends[best]:
             # It ends by its rows, see `goes_on`.
             lengths = np.where(lengths > 0, most, 0)
         below = 0.0 if feeder is None else float(seconds[feeder[0]][feeder[1]])
-        return self._path(best, feeders, lengths), below + float(self._seconds(best, size))
+        round_ = below + float(self._seconds(best, size))
+        return self._path(best, feeders, lengths), round_, searched
 
     def goes_on(
         self,
@@ -370,12 +372,12 @@ class DraftBudget:
         self._learn_acceptance(level, self.target, slots, drafted, estimates, accepted)
         self._learn_goodput(slots, drafted, accepted)
 
-    def searched(self, size: int, seconds: float) -> None:
-        """Learn from a search of lookups for `size` requests, and what it gained."""
+    def searched(self, size: int, seconds: float, gained: float) -> None:
+        """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""
         self.times[0].observe(size, seconds)
         if self.target == 1 and not self.times[1].empty:
             cost = self.goodput[0].rate(size) * self.times[0].seconds(size)
-            self.searches.observe(self.times[0].nearest(size), self.gained, cost)
+            self.searches.observe(self.times[0].nearest(size), gained, cost)
 
     def _count(self, level: int, verifier: int, requested: np.ndarray, drafted: np.ndarray) -> None:
         wanted = requested > 0

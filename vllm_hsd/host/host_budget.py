@@ -118,7 +118,7 @@ class HostBudget:
         plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, steps))
         selected, self.further = plan.selection, plan.further
         if offer is not None:
-            self.budget.searched(len(slots), self.searching)
+            self.budget.searched(len(slots), self.searching, plan.gained)
         if selected is None:
             # Nothing is known yet.
             selected = program.everything
