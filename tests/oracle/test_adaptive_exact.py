@@ -126,8 +126,13 @@ class EndsByRows(Adversary):
 
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
-        program = engine.program
-        program.goes_on, program.ends = self.goes_on, [True] * program.schedule.num_levels
+        self.ends = [True] * engine.schedule.num_levels
+        engine.program.budget = self
+
+    def level_verified(self, *_, **__) -> None:
+        """Learns nothing."""
+
+    timed = level_verified
 
     def goes_on(self, level: int, slots, estimates: np.ndarray, drafted: np.ndarray) -> np.ndarray:
         seen = [level, self.history, np.round(estimates[0, : drafted[0]], 9).tolist()]
@@ -155,11 +160,9 @@ class Learning(Adversary):
 
         super().begin(engine)
         lengths, program = list(engine.schedule.draft_lengths), engine.program
-        program.ends = [k > 0 or not program.has_lookup for k in range(len(lengths))]
-        given = lengths, MAX_NUM_REQS, 1, None, program.ends
-        self.budget = HostBudget(program.has_lookup, lengths, *given)
-        program.listener, program.timed = self.budget.budget.level_verified, self.budget.timed
-        program.goes_on = self.budget.goes_on
+        ends = [k > 0 or not program.has_lookup for k in range(len(lengths))]
+        given = lengths, MAX_NUM_REQS, 1, None, ends
+        program.budget = self.budget = HostBudget(program.has_lookup, lengths, *given)
         program.estimates = lambda state, _: np.full((1, lengths[0]), 0.7)
         self.ticks = 0
         self.batch = SimpleNamespace(

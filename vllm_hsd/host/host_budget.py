@@ -45,6 +45,8 @@ class HostBudget:
         ends: list[bool],
     ) -> None:
         self.budget = DraftBudget(lengths, passed_on, max_num_reqs, has_lookup, rows, ends)
+        self.ends = ends
+        self.level_verified: Callable[..., None] = self.budget.level_verified
         # Most tokens of a request in a step without prompts.
         self.longest = rows * (lengths[-1] + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)

@@ -9,7 +9,7 @@ same for one request, in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,26 @@ from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, u
 from vllm_hsd.host.level_caches import LevelCaches
 
 
+class ProgramBudget(Protocol):
+    """What a program tells of its passes, and asks after each; see `HostBudget`.
+
+    Attributes:
+        ends: by level, whether its drafts for the target are asked to go on.
+        level_verified: told of every draft that a level verifies, see `DraftBudget`.
+    """
+
+    ends: list[bool]
+    level_verified: Callable[..., None]
+
+    def timed(self, level: int, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens has verified nothing."""
+
+    def goes_on(
+        self, level: int, slots: np.ndarray, estimates: np.ndarray, drafted: np.ndarray
+    ) -> np.ndarray:
+        """bool [n], whether a further pass is worth its price, see `DraftBudget.goes_on`."""
+
+
 class HostProgram(Program):
     """A cascade of which some levels may be left out of a proposal.
 
@@ -33,13 +53,8 @@ class HostProgram(Program):
         counts: of the levels, and of the lowest one's sources.
         chosen: int32 [slots + 1], the source that drafts for each slot; None for one source.
         caches: what levels have computed.
-        listener: told of every draft that a level verifies: `DraftBudget.level_verified`.
-        timed: called with a level, the tokens of a pass that verified nothing, and its seconds.
         estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
-        goes_on: called with the level that drafts for the target, [n] slots, [n, width] estimates
-            of their tokens and [n] how many there are, after each pass: bool [n], whether another
-            one is worth its price, see `DraftBudget.goes_on`. None: until all drafts are full.
-        ends: by level, whether it is asked.
+        budget: what learns from passes and ends drafts; None: until all drafts are full.
 
     Attributes:
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
@@ -57,19 +72,14 @@ class HostProgram(Program):
         counts: LevelCounts,
         chosen: np.ndarray | None = None,
         caches: LevelCaches,
-        listener: Callable[..., None] | None = None,
         estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
-        timed: Callable[[int, int, float], None] | None = None,
-        goes_on: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None,
-        ends: Sequence[bool] = (),
+        budget: ProgramBudget | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.max_rounds, self.caches = max_rounds, caches
         self.counts, self.chosen = counts, chosen
-        self.listener, self.estimates, self.timed = listener, estimates, timed
-        self.goes_on = goes_on
-        self.ends = list(ends)
+        self.estimates, self.budget = estimates, budget
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
         self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
@@ -224,8 +234,8 @@ class HostProgram(Program):
             began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
             self.caches.read(level, self.slots[late], ends[late] - 1)
             self._took(level, began, passes=1)
-            if self.timed is not None:
-                self.timed(level, missed, clock.seconds() - began)
+            if self.budget is not None:
+                self.budget.timed(level, missed, clock.seconds() - began)
 
     def missed(self, state: ProposalState, level: int) -> int:
         """Tokens that a level would have to read before it drafts for these requests."""
@@ -278,8 +288,8 @@ class HostProgram(Program):
         while (wants := every & (state.requested[0].numpy() > step)).any():
             began = clock.seconds()
             computed = self._pass(state, 0, wants, first + step, step=step)
-            if self.timed is not None and self.sources is None:
-                self.timed(0, computed, clock.seconds() - began)
+            if self.budget is not None and self.sources is None:
+                self.budget.timed(0, computed, clock.seconds() - began)
             self._end_drafts(state, 0, wants, np.full(state.batch, step))
             step, every = step + 1, open_
         if self.sources is not None:
@@ -327,8 +337,8 @@ class HostProgram(Program):
             accepted = state.drafted[level].numpy() - before - 1
             if feeder == 0:
                 self._count_sources(Count.accepted, slots, np.maximum(accepted[wants], 0))
-            if self.listener is not None:
-                self.listener(
+            if self.budget is not None:
+                self.budget.level_verified(
                     feeder,
                     level,
                     slots,
@@ -353,7 +363,8 @@ class HostProgram(Program):
             wants: bool [B], requests whose drafts a pass has made longer.
             before: [B] int, their tokens before it.
         """
-        if self.goes_on is None or level != self.selection.top or not self.ends[level]:
+        budget = self.budget
+        if budget is None or level != self.selection.top or not budget.ends[level]:
             return
         drafted, requested = state.drafted[level].numpy(), state.requested.numpy()
         places = np.arange(self.estimate[level].shape[1])
@@ -365,7 +376,7 @@ class HostProgram(Program):
         sure = torch.exp(logits.amax(1) - logits.logsumexp(1))
         self.estimate[level][self.slots[request], place] = sure.numpy()
         slots = self.slots[wants]
-        more = self.goes_on(level, slots, self.estimate[level][slots], drafted[wants])
+        more = budget.goes_on(level, slots, self.estimate[level][slots], drafted[wants])
         requested[level, wants] = np.where(more, requested[level, wants], drafted[wants])
         # Nothing is drafted below for a request whose draft has ended.
         requested[:level, drafted >= requested[level]] = 0

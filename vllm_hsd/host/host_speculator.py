@@ -119,11 +119,8 @@ class HostSpeculator(BaseSpeculator):
             chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
             max_rounds=[options.max_rounds for options in self.hsd.options()],
             caches=self.caches,
-            listener=None if self.budget is None else self.budget.budget.level_verified,
             estimates=None if self.budget is None else estimates,
-            timed=None if self.budget is None else self.budget.timed,
-            goes_on=None if self.budget is None else self.budget.goes_on,
-            ends=ends,
+            budget=self.budget,
         )
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
