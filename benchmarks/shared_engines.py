@@ -17,11 +17,11 @@ class SharedEngines(Engines):
         super().__init__(comparison, setup)
 
     def count(self, comparison: Comparison) -> int:
-        """See `Engines.count`."""
+        """Engines that are loaded together: those that host others count once."""
         return len({host for host, _ in self.hosts.values()})
 
     def get(self, index: int) -> EngineProcess:
-        """See `Engines.get`."""
+        """The engine that serves a configuration, with its levels selected."""
         host, places = self.hosts[index]
         engine = super().get(host)
         if places:

@@ -33,7 +33,7 @@ class ContextFree:
         self.logits = torch.tensor([first, 1 - first], dtype=torch.float64).log()
 
     def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
-        """See `tools.reference.batch.Level`."""
+        """[sum of num_logits, V] rows, the same after every text."""
         return self.logits.repeat(int(num_logits.sum()), 1)
 
 
