@@ -163,7 +163,7 @@ class Plain(contextlib.AbstractContextManager):
         return seconds if self.process is not None else 2 * seconds
 
     def greedy_line(self, name: str, got: Generation) -> str:
-        """What `greedy_line` says of an engine's texts, over those of this one, which then starts."""
+        """What `greedy_line` says of texts, over those of this engine, which then starts."""
         if self.process is None:
             self.process = self.stack.enter_context(self.made())
             self.expected = self.process.generate(self.asked, self.params)

@@ -85,10 +85,10 @@ def configurations(family) -> dict[str, dict]:
     }
 
 
-def compiled(family, name: str, patch: str | None = None) -> dict[str, list]:
+def compiled(family, name: str, patch: str | None = None, work=warm_ups.run) -> dict[str, list]:
     """Job -> kernels that it compiled."""
     engine = {**ENGINE, "speculative_config": configurations(family)[name]}
-    found = run_engine({**engine, "model": family.target}, JOBS, patch=patch, work=warm_ups.run)
+    found = run_engine({**engine, "model": family.target}, JOBS, patch=patch, work=work)
     assert all(len(text) == 24 for result in found.values() for text in ids(result))
     drafted = sum(r["counters"]["spec_decode_num_draft_tokens"] for r in found.values())
     assert drafted > 500
@@ -107,7 +107,7 @@ def test_requests_of_all_kinds_compile_nothing(family, name):
 
 
 def test_levels_that_are_left_out_compile_nothing(family):
-    assert compiled(family, "adaptive", "support.adversarial_depth:install") == {}
+    assert compiled(family, "adaptive", work=warm_ups.run_adversary) == {}
 
 
 def test_without_the_warm_up_they_do(family):

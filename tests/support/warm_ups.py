@@ -1,6 +1,6 @@
 """What is compiled after an engine has started, and warm-ups that are left out."""
 
-from support import engines
+from support import adversarial_depth, engines
 
 
 def run(llm, jobs: dict[str, dict]) -> dict[str, dict]:
@@ -23,6 +23,12 @@ def run(llm, jobs: dict[str, dict]) -> dict[str, dict]:
         results[name] = {**engines.run_job(llm, **job), "compiled": compiled.copy()}
         compiled.clear()
     return results
+
+
+def run_adversary(llm, jobs: dict[str, dict]) -> dict[str, dict]:
+    """As `run`; levels and lengths change in every step, but did not when the engine started."""
+    adversarial_depth.install()
+    return run(llm, jobs)
 
 
 def without() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -40,10 +41,12 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     began, scheduler = time.perf_counter(), self.scheduler_config
     largest = scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)
+    vllms = partial(warmup_kernels, self, self.execute_model, self.sample_tokens)
     try:
-        warmup_kernels(self, self.execute_model, self.sample_tokens)
         if isinstance(self.speculator, HostSpeculator):
-            self.speculator.warm_up()
+            self.speculator.warm_up(vllms)
+        else:
+            vllms()
     finally:
         scheduler.max_num_seqs = largest
     logger.info("Kernels were compiled or found in %.1f s.", time.perf_counter() - began)

@@ -6,6 +6,7 @@ Levels run as the recursion has it (`host_program`), read texts when they draft 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -189,11 +190,23 @@ class HostSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """A CPU has no CUDA graphs."""
 
-    def warm_up(self) -> None:
-        """Compile what vLLM's warm-up does not run: its requests are drafted for by all levels."""
-        if self.budget is not None:
-            for size in (1, min(2, self.state.batch)):
-                self.program.warm_up(self.state.bucket(size))
+    def warm_up(self, vllms: Callable[[], None]) -> None:
+        """Compile what requests will launch.
+
+        Args:
+            vllms: vLLM's warm-up, whose requests are drafted for by all levels.
+        """
+        if self.budget is None:
+            vllms()
+            return
+        self.budget.everything = True
+        try:
+            vllms()
+        finally:
+            self.budget.everything = False
+        # Where level after level draft, none passes on what another one has drafted.
+        for size in (1, min(2, self.state.batch)):
+            self.program.warm_up(self.state.bucket(size))
 
     def time_levels(self) -> None:
         """Time passes of levels before there are requests, in blocks that belong to none."""
@@ -251,6 +264,6 @@ class HostSpeculator(BaseSpeculator):
         requested, limits = state.requested[-1].numpy(), self.req_states.max_seq_len[slots]
         length = self.req_states.total_len.gpu.numpy()[slots]
         np.minimum(requested, np.maximum(limits - length - 1, 0), out=requested)
-        if self.budget is not None and self.caches.keeps:
+        if self.budget is not None and self.caches.keeps and not self.budget.everything:
             first = length - input_batch.prefill_len_np[: len(slots)] == 1
             requested[first] = 0
