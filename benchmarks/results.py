@@ -17,15 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sweep
+from benchmarks import plot, sweep
 from benchmarks.columns import Table
 from benchmarks.common import RESULTS
 from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import edits
-from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
-from benchmarks.sweep import Config, Group
+from benchmarks.studies.configs import SUFFIX, fixed, vllms_own
+from benchmarks.sweep import PLAIN, Config, Group
+from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.cli.options import integers, numbers
 
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
@@ -54,12 +55,11 @@ def family_peer() -> dict[str, Config]:
 
 
 def smollm() -> dict[str, Config]:
-    """vLLM's own methods, and a lookup with a store: one draft, by default, and next to a head."""
+    """vLLM's own methods, and a lookup with a store: with one draft, and by default."""
     return {
         **vllms_own(),
         "suffix 8": fixed(SUFFIX, length=8),
         "suffix, adaptive": fixed(SUFFIX, adaptive=True),
-        "suffix or eagle3, adaptive": fixed({"sources": [SUFFIX, EAGLE3]}, adaptive=True),
     }
 
 
@@ -102,6 +102,13 @@ def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iter
     yield f"{median:.0f}, {most:.0f} ms"
 
 
+def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
+    """The family's speed-ups by set, with quartiles of prompts."""
+    own = [row for row in rows if row["group"].startswith(FAMILY) and row["configuration"] != PLAIN]
+    title = f"{FAMILY} over no speculation, {own[0]['dtype']}, {own[0]['machine']}"
+    plot.bars(own, path, x="set", panel="temperature", measure="speedup", title=title)
+
+
 def main() -> int:
     parser = sweep.options(__doc__, TABLE.parent, sets=True)
     parser.set_defaults(max_tokens=128, num_prompts=10, compiled=True)
@@ -136,10 +143,12 @@ def main() -> int:
                 [group],
                 options,
                 *prompts,
-                engines_class=SharedEngines,
+                engines_class=SharedEngines if name == FAMILY else Engines,
                 kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
             )
-    print(*tables(table.rows), f"Written: {table.path}", *faults, sep="\n")
+    figure = table.path.with_suffix(".png")
+    draw(table.rows, figure)
+    print(*tables(table.rows), f"Written: {table.path}, {figure}", *faults, sep="\n")
     return 1 if faults else 0
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks import plot, shared_engines, sweep
+from benchmarks import plot, results, shared_engines, sweep
 from benchmarks.columns import COLUMNS, Table
 from benchmarks.studies import cascades, demo, real_model, request_keys, windows
 from benchmarks.studies.configs import fixed
@@ -167,12 +167,16 @@ def test_committed_tables_have_one_schema():
             "step_shares",
             "runners",
             "runners_family",
-            "family_cold",
             "simulated_budget",
         ):
             continue
         with path.open() as file:
             assert next(csv.reader(file)) in schemas, path
+
+
+def test_the_page_of_results_has_the_rows_of_their_table():
+    page = (STUDIES.parents[1] / "docs" / "results.md").read_text()
+    assert "\n".join(results.tables(Table(STUDIES.parent / "results.csv").rows)) in page
 
 
 def test_cascades_share_the_engine_of_one_with_their_levels():
