@@ -24,8 +24,9 @@ from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import edits
-from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
+from benchmarks.studies.configs import SUFFIX, fixed, vllms_own
 from benchmarks.sweep import Config, Group
+from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.cli.options import integers, numbers
 
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
@@ -54,12 +55,11 @@ def family_peer() -> dict[str, Config]:
 
 
 def smollm() -> dict[str, Config]:
-    """vLLM's own methods, and a lookup with a store: one draft, by default, and next to a head."""
+    """vLLM's own methods, and a lookup with a store: with one draft, and by default."""
     return {
         **vllms_own(),
         "suffix 8": fixed(SUFFIX, length=8),
         "suffix, adaptive": fixed(SUFFIX, adaptive=True),
-        "suffix or eagle3, adaptive": fixed({"sources": [SUFFIX, EAGLE3]}, adaptive=True),
     }
 
 
@@ -136,7 +136,7 @@ def main() -> int:
                 [group],
                 options,
                 *prompts,
-                engines_class=SharedEngines,
+                engines_class=SharedEngines if name == FAMILY else Engines,
                 kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
             )
     print(*tables(table.rows), f"Written: {table.path}", *faults, sep="\n")
