@@ -70,7 +70,8 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         sets = list(dict.fromkeys(row["set"] for row in own))
         names = list(dict.fromkeys(row["configuration"] for row in own))
         group, size, temperature = key
-        counted = f"{own[0]['batches']} batches of each set x {own[0]['max_tokens']} tokens"
+        prompts = int(own[0]["batches"]) * int(size)
+        counted = f"{prompts} answers of each set x {own[0]['max_tokens']} tokens"
         where = f"{own[0]['dtype']}, {own[0]['machine']}, commit {own[0]['commit']}"
         yield f"**{group}, batch {size}, temperature {float(temperature):g}** ({counted}; {where})"
         yield ""
@@ -94,8 +95,9 @@ def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iter
 
     yield f"{statistics.geometric_mean(of('speedup')):.2f}"
     for name in sets:
-        low, high = (float(rows[name][column]) for column in ("ci_low", "ci_high"))
-        yield f"{float(rows[name]['speedup']):.2f} ({low:.2f}-{high:.2f})"
+        low, high = (f"{float(rows[name][column]):.2f}" for column in ("ci_low", "ci_high"))
+        # Neither no speculation nor a single batch has one.
+        yield f"{float(rows[name]['speedup']):.2f}" + (f" ({low}-{high})" if low != high else "")
     yield f"{statistics.fmean(of('tokens_per_step')):.2f}"
     yield f"{statistics.fmean(of('ttft_p50_ms')) / 1e3:.2f} s"
     median, most = (statistics.fmean(of(f"tpot_p{each}_ms")) for each in (50, 99))
