@@ -106,7 +106,11 @@ def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iter
 
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     """The family's speed-ups by set, with quartiles of prompts."""
-    own = [row for row in rows if row["group"].startswith(FAMILY) and row["configuration"] != PLAIN]
+    own = [
+        {**row, "temperature": f"{float(row['temperature']):g}"}
+        for row in rows
+        if row["group"].startswith(FAMILY) and row["configuration"] != PLAIN
+    ]
     title = f"{FAMILY} over no speculation, {own[0]['dtype']}, {own[0]['machine']}"
     plot.bars(own, path, x="set", panel="temperature", measure="speedup", title=title)
 
