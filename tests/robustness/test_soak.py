@@ -138,12 +138,14 @@ def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path,
         metrics = server.metrics()
     assert_clean(report)
     assert report.preemptions > 0
-    # A source all of whose offers another one has, too, need not draft.
-    counts = ("level_drafted", "level_accepted")
+    counts = ("level_drafted", "level_accepted", "source_drafted")
+    # Next to a model the suffix lookup has all of its offers, too.
+    redundant = 'source="ngram"' if name == "sources" else "none"
     levels = {
         key.removeprefix("vllm_hsd:"): value
         for key, value in metrics.items()
         if key.startswith(tuple(f"vllm_hsd:{count}_total" for count in counts))
+        and redundant not in key
     }
     print(levels)
     assert all(value > 0 for value in levels.values()), levels
