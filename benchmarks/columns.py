@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import write_csv
-from vllm_hsd.tools.cli import bench_drafts, bench_report
+from vllm_hsd.tools.cli import bench_drafts, bench_quality, bench_report
 from vllm_hsd.tools.engine import Generation
 
 # Columns of every study: of the cell; of time; of counts; where it was run. What a study does not
@@ -86,19 +86,10 @@ def interval(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, float]:
 
 def latencies(answers: Sequence[Generation]) -> dict[str, Any]:
     """Columns of TTFT and TPOT, percentiles over requests, and of acceptance by place."""
-    first, last, count = (
-        np.array([each for found in answers for each in column(found)], dtype=float)
-        for column in (
-            lambda found: found.first_token_seconds,
-            lambda found: found.last_token_seconds,
-            lambda found: map(len, found.token_ids),
-        )
-    )
-    several = count > 1
-    found = {"ttft_p50_ms": 1e3 * float(np.median(first))}
-    if several.any():
-        per_token = 1e3 * (last - first)[several] / (count[several] - 1)
-        found["tpot_p50_ms"], found["tpot_p99_ms"] = map(float, np.quantile(per_token, (0.5, 0.99)))
+    first = [seconds for each in answers for seconds in each.first_token_seconds]
+    found: dict[str, Any] = {"ttft_p50_ms": 1e3 * statistics.median(first)}
+    if times := bench_quality.times_per_output_token(answers):
+        found["tpot_p50_ms"], found["tpot_p99_ms"] = map(float, np.quantile(times, (0.5, 0.99)))
     # The first step of a request is that of its prompt.
     steps = np.array([n for each in answers for own in each.step_lengths for n in own[1:]])
     if steps.size and steps.max() > 1:

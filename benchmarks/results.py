@@ -11,7 +11,6 @@ the sets of DIR that SETS names, and edits of functions (`studies.edits`).
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +110,8 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         for row in rows
         if row["group"].startswith(FAMILY) and row["configuration"] != PLAIN
     ]
+    if not own:
+        return
     title = f"{FAMILY} over no speculation, {own[0]['dtype']}, {own[0]['machine']}"
     plot.bars(own, path, x="set", panel="temperature", measure="speedup", title=title)
 
@@ -129,29 +130,24 @@ def main() -> int:
         print(*tables(table.rows), sep="\n")
         return 0
     faults: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for each in SETS if options.prompts else ():
+            shutil.copy(options.prompts / f"{each}.jsonl", directory)
+        edits.write(Path(directory, "edits.jsonl"))
+        prompts = sweep.read_sets(Path(directory), options.num_prompts)
     for name in options.groups:
-        target, configs = {
-            FAMILY: (lambda: qwen_coder("1.5B"), family),
-            FAMILY_PEER: (lambda: qwen_coder("1.5B"), family_peer),
-            SMALL: (smollm2, smollm),
-        }[name]
-        options.model = os.path.relpath(target())
-        chosen = {k: v for k, v in configs().items() if not options.only or k in options.only}
+        configs = {FAMILY: family, FAMILY_PEER: family_peer, SMALL: smollm}[name]()
+        chosen = {k: v for k, v in configs.items() if not options.only or k in options.only}
+        options.model = os.path.relpath(smollm2() if name == SMALL else qwen_coder("1.5B"))
         sizes = options.batch_sizes if name == SMALL else [1]
-        group = Group(name, chosen, options.temperatures, sizes)
-        with tempfile.TemporaryDirectory() as directory:
-            for each in SETS if options.prompts else ():
-                shutil.copy(options.prompts / f"{each}.jsonl", directory)
-            edits.write(Path(directory, "edits.jsonl"))
-            prompts = sweep.read_sets(Path(directory), options.num_prompts)
-            faults += sweep.fill(
-                table,
-                [group],
-                options,
-                *prompts,
-                engines_class=SharedEngines if name == FAMILY else Engines,
-                kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
-            )
+        faults += sweep.fill(
+            table,
+            [Group(name, chosen, options.temperatures, sizes)],
+            options,
+            *prompts,
+            engines_class=SharedEngines if name == FAMILY else Engines,
+            kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
+        )
     figure = table.path.with_suffix(".png")
     draw(table.rows, figure)
     print(*tables(table.rows), f"Written: {table.path}, {figure}", *faults, sep="\n")
@@ -159,4 +155,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -124,8 +124,7 @@ class DraftBudget:
             return Plan(np.zeros(1))
         verify, rate = target.prices(size, running), target.rate(running)
         late = late or [0.0] * self.target
-        selected, round_, gained = self._select(slots, most, verify, rate, offer, late, left)
-        return Plan(verify, selected, (rate * round_, float(verify[size]) / size), gained)
+        return self._select(slots, most, verify, rate, offer, late, left)
 
     def _select(
         self,
@@ -136,20 +135,20 @@ class DraftBudget:
         offer: LookupResult | None,
         late: Sequence[float],
         left: float,
-    ) -> tuple[StepLevels, float, float]:
-        """The levels of the next step with the draft length of every request, seconds of a round,
-        and what the search gained.
+    ) -> Plan:
+        """The levels of the next step, and the draft length of every request.
 
-        A round adds to drafts of a model; it has no price in a trial, which is to tell. A trial
-        waits until it takes a small share of the time since the last one.
+        A further pass of a model has no price in a trial, which is to tell. A trial waits until it
+        takes a small share of the time since the last one.
 
         Every level takes from below what makes its own tokens cheapest ("Fast Inference via
         Hierarchical Speculative Decoding", section 4: a renewal of rounds, each worth its expected
         emitted tokens); the target takes what gains most above its price.
         """
         if verify[-1] >= FORBIDDEN:
-            return StepLevels(), 0.0, 0.0
+            return Plan(verify, StepLevels())
         size, target = len(slots), self.target
+        token = float(verify[size]) / size
         feeders, seconds = self._cheapest_paths(size, offer, [each / left for each in late])
         gains = [
             self._gain(top, slots, most, verify, rate * seconds[top], offer if top == 0 else None)
@@ -170,16 +169,16 @@ class DraftBudget:
                 lengths = np.where(
                     self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
                 )
-                return self._path(top, feeders, lengths), 0.0, searched
+                return Plan(verify, self._path(top, feeders, lengths), (0.0, token), searched)
         if gains[best][0] <= 0:
-            return StepLevels(), 0.0, searched
+            return Plan(verify, StepLevels(), gained=searched)
         lengths, feeder = gains[best][1], feeders[best]
         if self.ends[best]:
             # It ends by its rows, see `goes_on`.
             lengths = np.where(lengths > 0, most, 0)
         below = 0.0 if feeder is None else float(seconds[feeder[0]][feeder[1]])
-        round_ = below + float(self._seconds(best, size))
-        return self._path(best, feeders, lengths), round_, searched
+        further = rate * (below + float(self._seconds(best, size))), token
+        return Plan(verify, self._path(best, feeders, lengths), further, searched)
 
     def goes_on(
         self,

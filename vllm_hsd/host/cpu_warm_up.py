@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -34,19 +34,16 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
         return
     from vllm_hsd.host.host_speculator import HostSpeculator
 
-    if isinstance(self.speculator, HostSpeculator):
+    if hosted := isinstance(self.speculator, HostSpeculator):
         self.speculator.time_levels()
     if not config.kernel_config.enable_jit_warmup:
         return
     began, scheduler = time.perf_counter(), self.scheduler_config
     largest = scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)
-    vllms = partial(warmup_kernels, self, self.execute_model, self.sample_tokens)
     try:
-        if isinstance(self.speculator, HostSpeculator):
-            self.speculator.warm_up(vllms)
-        else:
-            vllms()
+        with self.speculator.warming_up() if hosted else nullcontext():
+            warmup_kernels(self, self.execute_model, self.sample_tokens)
     finally:
         scheduler.max_num_seqs = largest
     logger.info("Kernels were compiled or found in %.1f s.", time.perf_counter() - began)

@@ -32,10 +32,8 @@ class HostBudget:
 
     Attributes:
         top, lengths: int64 [slots], the level whose draft the target verifies, and its tokens.
-        everything: all levels draft, whatever it costs: while kernels are compiled.
+        warming_up: all levels draft, whatever it costs: kernels are being compiled.
     """
-
-    everything = False
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class HostBudget:
         ends: list[bool],
     ) -> None:
         self.budget = DraftBudget(lengths, passed_on, max_num_reqs, has_lookup, rows, ends)
-        self.ends = ends
+        self.ends, self.warming_up = self.budget.ends, False
         self.level_verified: Callable[..., None] = self.budget.level_verified
         # Most tokens of a request in a step without prompts.
         self.longest = rows * (lengths[-1] + 1)
@@ -107,7 +105,7 @@ class HostBudget:
             running: requests of the step.
             left: [B] int64 tokens that requests may still get.
         """
-        if self.everything:
+        if self.warming_up:
             return program.everything
         drafts, offer = program.drafts, None
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)

@@ -26,7 +26,7 @@ from vllm_hsd.host.level_caches import LevelCaches
 
 
 class ProgramBudget(Protocol):
-    """What a program tells of its passes, and asks after each; see `HostBudget`.
+    """What learns from a program's passes, and ends its drafts; see `HostBudget`.
 
     Attributes:
         ends: by level, whether its drafts for the target are asked to go on.

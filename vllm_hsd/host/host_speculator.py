@@ -6,7 +6,8 @@ Levels run as the recursion has it (`host_program`), read texts when they draft 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -190,21 +191,16 @@ class HostSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """A CPU has no CUDA graphs."""
 
-    def warm_up(self, vllms: Callable[[], None]) -> None:
-        """Compile what requests will launch.
-
-        Args:
-            vllms: vLLM's warm-up, whose requests are drafted for by all levels.
-        """
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """All levels draft for the requests of vLLM's warm-up, then what these do not launch."""
         if self.budget is None:
-            vllms()
+            yield
             return
-        self.budget.everything = True
-        try:
-            vllms()
-        finally:
-            self.budget.everything = False
-        # Where level after level draft, none passes on what another one has drafted.
+        self.budget.warming_up = True
+        yield
+        self.budget.warming_up = False
+        # Where all levels draft, none passes on what another one has drafted.
         for size in (1, min(2, self.state.batch)):
             self.program.warm_up(self.state.bucket(size))
 
@@ -264,6 +260,6 @@ class HostSpeculator(BaseSpeculator):
         requested, limits = state.requested[-1].numpy(), self.req_states.max_seq_len[slots]
         length = self.req_states.total_len.gpu.numpy()[slots]
         np.minimum(requested, np.maximum(limits - length - 1, 0), out=requested)
-        if self.budget is not None and self.caches.keeps and not self.budget.everything:
+        if self.budget is not None and self.caches.keeps and not self.budget.warming_up:
             first = length - input_batch.prefill_len_np[: len(slots)] == 1
             requested[first] = 0

@@ -40,9 +40,9 @@ def pin(llm: Any) -> list[int]:
     return cores
 
 
-def time_per_output_token(generations: Sequence[Generation]) -> float | None:
-    """Median over requests of the milliseconds per token after the first."""
-    times = [
+def times_per_output_token(generations: Sequence[Generation]) -> list[float]:
+    """Milliseconds per token after the first, of each request with two or more."""
+    return [
         1e3 * (last - first) / (len(ids) - 1)
         for each in generations
         for first, last, ids in zip(
@@ -50,6 +50,11 @@ def time_per_output_token(generations: Sequence[Generation]) -> float | None:
         )
         if len(ids) > 1
     ]
+
+
+def time_per_output_token(generations: Sequence[Generation]) -> float | None:
+    """Median over requests of the milliseconds per token after the first."""
+    times = times_per_output_token(generations)
     return statistics.median(times) if times else None
 
 
