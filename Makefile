@@ -141,26 +141,11 @@ bench-demo-cascade: demo-cascade
 bench-adaptive: venv
 	$(BIN)/python -m benchmarks.studies.adaptive
 
-# The papers' tables on the real model; hours, resumed where it was stopped. PROMPTS: a directory of
-# JSON lines files with "turns", one for each set; without it the public ones are fetched.
+# The papers' tables on the family; hours, resumed where it was stopped. PROMPTS: a directory of JSON
+# lines files with "turns", one for each set; without it the public ones are fetched.
 FROM_PROMPTS = $(if $(PROMPTS),--prompts $(PROMPTS))
-bench-real: venv
-	$(BIN)/python -m benchmarks.studies.real_model $(FROM_PROMPTS)
-
-# Several drafts in one pass beside each source alone; --padded: at the cost of a larger target.
-bench-branches: venv
-	$(BIN)/python -m benchmarks.studies.real_model --branches --temperatures 0,1 $(FROM_PROMPTS)
-	$(BIN)/python -m benchmarks.studies.real_model --branches --temperatures 0,1 $(FROM_PROMPTS) \
-		--padded 800e6
-
-# One drafter: several drafts by both rules, temperatures of its own, verifiers of seven tokens.
-bench-drafts: venv
-	$(BIN)/python -m benchmarks.studies.real_model --drafts --temperatures 0.6,1 $(FROM_PROMPTS)
-
-# The planner's cascade and others, of two to four levels, beside single drafters. PLANNED: a file of
-# `vllm-hsd plan` on a zero-padded SmolLM2.
-bench-cascades: venv
-	$(BIN)/python -m benchmarks.studies.cascades $(FROM_PROMPTS) $(if $(PLANNED),--planned $(PLANNED))
+bench-papers: venv
+	$(BIN)/python -m benchmarks.studies.papers $(FROM_PROMPTS)
 
 # The theory's two assumptions, by a PROFILE of `vllm-hsd profile`.
 bench-assumptions: venv
@@ -169,12 +154,6 @@ bench-assumptions: venv
 # Entropies of drafts, accepted tokens and draft lengths over steps, on both turns of MT-Bench.
 bench-entropies: venv
 	$(BIN)/python -m benchmarks.studies.entropies $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
-
-# The dynamic windows' table: an 8-bit copy alone and above the n-gram model; counts, and times below
-# a target padded to the cost of a larger one.
-bench-windows: venv
-	$(BIN)/python -m benchmarks.studies.windows $(FROM_PROMPTS)
-	$(BIN)/python -m benchmarks.studies.windows $(FROM_PROMPTS) --padded 800e6
 
 # What `adaptive` would draft, over the best fixed configuration of each set: replayed, no engine.
 bench-budget: venv

@@ -5,7 +5,7 @@
 
 Configurations of a group take turns on each prompt, engines compiled as they are served: no
 speculation, vLLM's own methods, single drafters, cascades, and what is drafted by default. Prompts:
-the sets of DIR that SETS names, and edits of functions (`studies.edits`).
+SETS, of DIR or fetched, and edits of functions (`studies.edits`).
 """
 
 import os
@@ -27,6 +27,7 @@ from benchmarks.studies.configs import SUFFIX, fixed, vllms_own
 from benchmarks.sweep import PLAIN, Config, Group
 from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.cli.options import integers, numbers
+from vllm_hsd.tools.planner.prompts import prompts_file
 
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
 TABLE = RESULTS / "results.csv"
@@ -47,10 +48,11 @@ def family() -> dict[str, Config]:
 
 
 def family_peer() -> dict[str, Config]:
-    """vLLM's own drafter, apart: three targets at once take more memory than most have."""
+    """vLLM's own drafter, apart: four targets at once take more memory than most have."""
     small = os.path.relpath(qwen_coder("0.5B"))
     own = {"method": "draft_model", "num_speculative_tokens": 3, "model": small}
-    return {"vLLM's draft_model 3": own}
+    ours = family()
+    return {"vLLM's draft_model 3": own, (name := list(ours)[-1]): ours[name]}
 
 
 def smollm() -> dict[str, Config]:
@@ -131,8 +133,9 @@ def main() -> int:
         return 0
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
-        for each in SETS if options.prompts else ():
-            shutil.copy(options.prompts / f"{each}.jsonl", directory)
+        for each in SETS:
+            here = options.prompts / f"{each}.jsonl" if options.prompts else prompts_file(each)
+            shutil.copy(here, Path(directory, f"{each}.jsonl"))
         edits.write(Path(directory, "edits.jsonl"))
         prompts = sweep.read_sets(Path(directory), options.num_prompts)
     for name in options.groups:

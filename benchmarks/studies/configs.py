@@ -14,19 +14,7 @@ NGRAM: dict[str, Any] = {"ngram": {"max": 4}}
 STORE = MODELS / "smollm2-suffix" / "store.safetensors"
 HEAD = MODELS / "smollm2-eagle3"
 SUFFIX: dict[str, Any] = {"suffix": {"store": os.path.relpath(STORE)}}
-NGRAM_MODEL: dict[str, Any] = {"ngram_model": os.path.relpath(STORE)}
 EAGLE3: dict[str, Any] = {"eagle3": os.path.relpath(HEAD)}
-
-
-def sources(length: int = DRAFT_LENGTH) -> list[dict[str, Any]]:
-    """Configurations of method "hsd", in the order of the tables; the last one mixes the others.
-
-    Args:
-        length: longest draft.
-    """
-    alone = levels()
-    mixed = [{"sources": alone}] if len(alone) > 1 else []
-    return [fixed(level, length=length) for level in alone + mixed]
 
 
 def fixed(*levels: dict[str, Any], length: int = DRAFT_LENGTH, **keys: Any) -> dict[str, Any]:
@@ -71,11 +59,6 @@ def ours() -> dict[str, dict[str, Any]]:
 def levels() -> list[dict[str, Any]]:
     """The level of every source that this installation has."""
     return [NGRAM] + [SUFFIX] * _has_suffix() + [EAGLE3] * _has_head()
-
-
-def drafter() -> dict[str, Any]:
-    """The level for tables of draft lengths and verifiers: the best one that draws its drafts."""
-    return EAGLE3 if _has_head() else NGRAM
 
 
 def missing() -> list[str]:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.studies.entropies --prompts FILE
 
-Figures 1, 6 and 8 of "HSDDW: Hierarchical Speculative Decoding with Dynamic Windows" on SmolLM2,
-with the ways of `benchmarks.studies.windows`: entropies of the drafter at accepted and at rejected
-tokens, accepted tokens per step, and draft lengths over the steps of one request. FILE is MT-Bench
-("category", two "turns"); the second turn follows the answer to the first. All are counts, which a
-busy machine does not change. Writes a row for every draft that the target verified.
+Figures 1, 6 and 8 of "HSDDW: Hierarchical Speculative Decoding with Dynamic Windows" on
+Qwen2.5-Coder 1.5B and its 0.5B, with the ways of `benchmarks.studies.papers`: entropies of the
+drafter at accepted and at rejected tokens, accepted tokens per step, and draft lengths over the
+steps of one request. FILE is MT-Bench ("category", two "turns"); the second turn follows the answer
+to the first. All are counts, which a busy machine does not change. Writes a row for every draft
+that the target verified.
 """
 
 import argparse
@@ -20,8 +21,8 @@ import numpy as np
 
 from benchmarks import plot
 from benchmarks.common import RESULTS, on_worker, options, write_csv
-from benchmarks.models.smollm2 import smollm2
-from benchmarks.studies import windows
+from benchmarks.models.qwen_coder import qwen_coder
+from benchmarks.studies.papers import windows
 from vllm_hsd.tools.cli.options import numbers, progress
 from vllm_hsd.tools.dtype import choose_dtype
 from vllm_hsd.tools.engine import EngineProcess
@@ -87,10 +88,10 @@ def measure(chosen: argparse.Namespace, questions: Sequence[Row]) -> Iterator[Ro
     """A row for every verified draft of every way, temperature, question and turn."""
     from transformers import AutoTokenizer
 
-    model = os.path.relpath(smollm2())
+    model, small = (os.path.relpath(qwen_coder(size)) for size in ("1.5B", "0.5B"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     dtype = choose_dtype(model).dtype
-    configs = windows.group([chosen.limit], chosen.temperatures).configs
+    configs = windows({"model": small})
     for way in WAYS:
         engine_args = {
             "model": model,
@@ -98,7 +99,7 @@ def measure(chosen: argparse.Namespace, questions: Sequence[Row]) -> Iterator[Ro
             "enforce_eager": True,
             "max_model_len": 2048,
             "kv_cache_memory_bytes": 1 << 28,
-            "speculative_config": configs[f"{way}, {chosen.limit}"],
+            "speculative_config": configs[way],
         }
         with EngineProcess(engine_args, way, log=chosen.output / "engine.log") as engine:
             engine.call(on_worker, _listen)
@@ -157,10 +158,9 @@ def summary(rows: Sequence[Row], column: str) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = options(__doc__, RESULTS / "windows")
+    parser = options(__doc__, RESULTS / "entropies")
     parser.add_argument("--prompts", type=Path, default="mt_bench", help="file of MT-Bench")
     parser.add_argument("--each", type=int, default=2, help="questions of every category")
-    parser.add_argument("--limit", type=int, default=10, help="longest draft")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     chosen = parser.parse_args()
