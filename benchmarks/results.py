@@ -31,6 +31,8 @@ from vllm_hsd.tools.planner.prompts import prompts_file
 
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
 TABLE = RESULTS / "results.csv"
+PLACES = 1, 2, 4, 8
+MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
 FAMILY, FAMILY_PEER, SMALL = "Qwen2.5-Coder 1.5B", "Qwen2.5-Coder 1.5B, vLLM's", "SmolLM2 135M"
 
 
@@ -76,8 +78,8 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         where = f"{own[0]['dtype']}, {own[0]['machine']}, commit {own[0]['commit']}"
         yield f"**{group}, batch {size}, temperature {float(temperature):g}** ({counted}; {where})"
         yield ""
-        yield f"| over no speculation | all | {' | '.join(sets)} | tokens a step | TTFT | TPOT |"
-        yield f"| --- {'| --- ' * (len(sets) + 4)}|"
+        yield f"| over no speculation | all | {' | '.join([*sets, *MEANS])} |"
+        yield "| ---" * (2 + len(sets) + len(MEANS)) + " |"
         for name in names:
             found = {row["set"]: row for row in own if row["configuration"] == name}
             yield f"| {name} | {' | '.join(_figures(found, sets))} |"
@@ -100,6 +102,12 @@ def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iter
         # Neither no speculation nor a single batch has one.
         yield f"{float(rows[name]['speedup']):.2f}" + (f" ({low}-{high})" if low != high else "")
     yield f"{statistics.fmean(of('tokens_per_step')):.2f}"
+    # A set whose drafts were shorter accepted nothing further on.
+    shares = [list(map(float, rows[name]["by_place"].split())) for name in sets]
+    longest = max(map(len, shares))
+    at = [p for p in PLACES if p <= longest]
+    means = (statistics.fmean(own[p - 1] if p <= len(own) else 0.0 for own in shares) for p in at)
+    yield " ".join(f"{mean:.2f}" for mean in means)
     yield f"{statistics.fmean(of('ttft_p50_ms')) / 1e3:.2f} s"
     median, most = (statistics.fmean(of(f"tpot_p{each}_ms")) for each in (50, 99))
     yield f"{median:.0f}, {most:.0f} ms"

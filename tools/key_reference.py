@@ -58,34 +58,53 @@ def type_name(schema: dict[str, Any]) -> str:
     return schema["type"] + limits
 
 
-def table(model: type[Keys], prefix: str = "") -> list[str]:
-    """Lines of a table with a row for each key of a class, those that a kind needs first."""
+HEADER = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+
+
+def rows(model: type[Keys], prefix: str = "") -> list[str]:
+    """A row of a table for each key of a class but vLLM's own, those that a kind needs first."""
     texts, schemas = described(model), model.model_json_schema()["properties"]
-    rows, vllms = [], []
+    found = []
     fields = model.model_fields.items()
     for name, field in sorted(fields, key=lambda item: not item[1].is_required()):
         nested = getattr(model, "value_keys", None) if name == getattr(model, "kind", "") else None
         default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
         if nested:
-            rows.append(f"| `{name}` | mapping | required | `{nested.example}`, for example |")
-            rows += table(nested, f"{name}.")[2:]
-        elif field.exclude:
-            vllms.append(f"`{name}`")
-        else:
+            found.append(f"| `{name}` | mapping | required | `{nested.example}`, for example |")
+            found += rows(nested, f"{name}.")
+        elif not field.exclude:
             kind = type_name(schemas[name])
-            rows.append(f"| `{prefix}{name}` | {kind} | {default} | {texts[name]} |")
-    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
-    if vllms:
-        lines += ["", f"And vLLM's own keys for a draft model: {', '.join(vllms)}."]
-    return lines
+            found.append(f"| `{prefix}{name}` | {kind} | {default} | {texts[name]} |")
+    return found
+
+
+def vllms(model: type[Keys]) -> str:
+    """vLLM's own keys for a draft model that a class takes."""
+    return ", ".join(f"`{name}`" for name, field in model.model_fields.items() if field.exclude)
 
 
 def page() -> str:
-    """The text of docs/keys.md."""
-    lines = [HEAD, *table(CascadeConfig)]
+    """The text of docs/keys.md: keys of several kinds once, then what each kind has of its own."""
+    lines = [HEAD, *HEADER, *rows(CascadeConfig)]
+    kinds: dict[str, list[str]] = {}
+    for kind, model in KINDS.items():
+        for row in rows(model):
+            kinds.setdefault(row, []).append(f"`{kind}`")
+    shared = {row: names for row, names in kinds.items() if len(names) > 1}
+    lines += ["", "## Keys of several kinds of levels", ""]
+    lines += [f"{line} {last} |" for line, last in zip(HEADER, ("of", "---"), strict=True)]
+    for row, names in shared.items():
+        lines.append(f"{row} {'every kind' if len(names) == len(KINDS) else ', '.join(names)} |")
+    takers: dict[str, list[str]] = {}
+    for kind, model in KINDS.items():
+        if found := vllms(model):
+            takers.setdefault(found, []).append(f"`{kind}`")
+    for found, names in takers.items():
+        lines += ["", f"vLLM's own keys for a draft model, of {', '.join(names)}: {found}."]
     for kind, model in KINDS.items():
         summary = (inspect.getdoc(model) or "").split("\n")[0]
-        lines += ["", f"## `{kind}` levels", "", summary, "", *table(model)]
+        own = [row for row in rows(model) if row not in shared]
+        lines += ["", f"## `{kind}` levels", "", summary, "", *HEADER, *own]
     return "\n".join(lines) + "\n"
 
 

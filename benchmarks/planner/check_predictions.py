@@ -7,8 +7,8 @@ cascades in turn in one engine and no speculation in another, and writes predict
 shared machine is not equally fast all the time: the passes that time the models for the profile run
 again between these runs, and their times are what the predictions are made of.
 With --zero-padded, the target is that of benchmarks/models/zero_pad.py: the text and the acceptance
-of the tiny target at the cost of a larger one; with --smollm2, it is the chat model with so many
-parameters, and an 8-bit copy, the n-gram model and a suffix lookup draft.
+of the tiny target at the cost of a larger one; with --family, it is Qwen2.5-Coder 1.5B, drafted for
+by its 0.5B and a suffix lookup.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
@@ -30,10 +30,8 @@ from scipy.stats import spearmanr
 
 from benchmarks import plot
 from benchmarks.common import MODELS, RESULTS, options, write_csv
-from benchmarks.models.smollm2 import int8, smollm2, zero_padded
-from benchmarks.studies.configs import STORE
-from benchmarks.studies.demo import PROMPTS
-from vllm_hsd.levels.ngram_model import MAX_ORDER
+from benchmarks.models.qwen_coder import qwen_coder
+from benchmarks.studies.demo_cascade import PROMPTS
 from vllm_hsd.tools.cli.plan import label
 from vllm_hsd.tools.dtype import choose_dtype
 from vllm_hsd.tools.planner.acceptance import measure_acceptance
@@ -58,7 +56,7 @@ ENGINE = {
 # No speculation is run on every so many prompts, and timed before each over so many tokens.
 PLAIN_EVERY, PLAIN_TOKENS = 4, 16
 # Texts that the profile's acceptance is measured on, per prompt, and contexts of own texts: of the
-# tiny models, and of the chat model, whose texts take longer.
+# tiny models, and of the family, whose texts take longer.
 TINY, REAL = (4, 2048), (1, 256)
 
 
@@ -70,7 +68,7 @@ def measured_profile(
     if path.exists():
         return load_profile(path)
     # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
-    texts, _ = REAL if arguments.smollm2 else TINY
+    texts, _ = REAL if arguments.family else TINY
     found = measure_acceptance(models, contexts * texts, timing.task)
     latencies = timing.measure(arguments.output / "timing.json")
     prompts = Prompts(file="prompts.jsonl", prompts=len(contexts), contexts=found.positions)
@@ -202,9 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--zero-padded", type=Path, default=None, help="directory of the zero-padded target"
     )
-    parser.add_argument(
-        "--smollm2", type=float, metavar="PARAMS", help="the chat model zero-padded to this size"
-    )
+    parser.add_argument("--family", action="store_true", help="Qwen2.5-Coder 1.5B and 0.5B")
     parser.add_argument("--each", type=int, default=5, help="best and random cascades to run")
     parser.add_argument("--exits", nargs="*", type=int, default=[2])
     parser.add_argument("--pairs", action="store_true", help="with the n-gram model of order 1")
@@ -226,12 +222,12 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True)
 
-    if arguments.smollm2:
-        source, target = str(smollm2()), str(zero_padded(arguments.smollm2))
+    engine: dict[str, object] = {}
+    if arguments.family:
+        source = target = os.path.relpath(qwen_coder("1.5B"))
         own_prompts, dtype = PROMPTS, choose_dtype(source).dtype
-        found = candidates(
-            models=[str(int8())], ngram_models=[(str(STORE), MAX_ORDER)], suffix=str(STORE)
-        )
+        found = candidates(models=[os.path.relpath(qwen_coder("0.5B"))], suffix="")
+        engine["max_model_len"] = 2048
     else:
         source = str(MODELS / "target")
         target = str(arguments.zero_padded or source)
@@ -250,13 +246,14 @@ def main() -> None:
         sampling=Sampling(temperature=arguments.temperature),
         max_draft_tokens=arguments.max_draft_tokens,
         text_tokens=arguments.tokens,
-        contexts=(REAL if arguments.smollm2 else TINY)[1],
-        engine_args={**ENGINE, "dtype": dtype},
+        contexts=(REAL if arguments.family else TINY)[1],
+        engine_args={**ENGINE, "dtype": dtype, **engine},
         batch_sizes=[arguments.batch_size],
         clock=arguments.clock,
     )
     prompts = read_prompts(arguments.prompts or own_prompts)[: arguments.repeats]
-    contexts = [encode(models.tokenizer, prompt, 256) for prompt in prompts]
+    longest = 1024 if arguments.family else 256
+    contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     timing = Timing(task, contexts, models.vocabulary, arguments.output)
     profile = measured_profile(arguments, models, contexts, timing)
     del models
@@ -279,8 +276,8 @@ def main() -> None:
     at_own_times = predictions_with(own_latencies(timing, groups))
     names = [label(profile, cascade) for cascade in cascades]
     kind = "tiny target"
-    if arguments.smollm2:
-        kind = f"SmolLM2 zero-padded to {arguments.smollm2 / 1e6:.0f} M"
+    if arguments.family:
+        kind = "Qwen2.5-Coder 1.5B"
     elif arguments.zero_padded:
         kind = "zero-padded target"
     title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"

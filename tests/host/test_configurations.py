@@ -83,7 +83,7 @@ STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
         (
             {"levels": [{"sources": [{"suffix": {"shared_tokens": 1 << 19}}]}]},
             {},
-            r"levels\[0\].sources\[0\].suffix.shared_tokens is at most 262144",
+            r"levels\[0\].sources\[0\].suffix.shared_tokens: ",
         ),
         (
             {"levels": [{"ngram": {}, "num_tokens": 1}, {"early_exit": 1, "verifier": "none"}]},

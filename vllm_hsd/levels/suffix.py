@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import (
     Keys,
     LookupKeys,
@@ -17,10 +16,8 @@ from vllm_hsd.levels.base import (
     check_store,
 )
 
-# What a configuration may say; `check_serving` has what a server takes.
-MAX_SHARED_TOKENS = 1 << 24
 # A step compares all of them with every request's text.
-MAX_SHARED_ON_DEVICE = 1 << 18
+MAX_SHARED_TOKENS = 1 << 18
 
 
 class SuffixConfig(Keys):
@@ -52,12 +49,6 @@ class SuffixLevelConfig(LookupKeys):
     def check(self, name: str, target: Target, draft_length: int) -> None:
         if self.suffix.store is not None:
             check_store(f"{name}.suffix", "store", self.suffix.store, target)
-
-    def check_serving(self, name: str) -> None:
-        if self.suffix.shared_tokens > MAX_SHARED_ON_DEVICE:
-            raise UserError(
-                f"{name}.suffix.shared_tokens is at most {MAX_SHARED_ON_DEVICE}: lower it."
-            )
 
     def build(self, speculator: Any, index: int) -> Any:
         from vllm_hsd.cascade.shared_outputs import SharedOutputs
