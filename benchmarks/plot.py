@@ -106,6 +106,7 @@ def bars(
     """
     panels, places, names = (values(rows, column) for column in (panel, x, bar))
     width = 0.8 / len(names)
+    shown: dict[Any, Any] = {}
     with saved_figure(path, 10, 2.5 * len(panels) + 1.5) as figure:
         flat = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, name in zip(flat, panels, strict=True):
@@ -120,9 +121,11 @@ def bars(
                     [max(end - m, 0) for m, end in zip(middle, high, strict=True)],
                 ]
                 at = [places.index(row[x]) + i * width for row in own]
-                axes.bar(at, middle, width, yerr=errors, capsize=2, label=each)
+                if own:
+                    drawn = axes.bar(at, middle, width, yerr=errors, capsize=2, color=f"C{i}")
+                    shown[each] = drawn
             axes.axhline(1, color="gray", linewidth=0.8)
             axes.set(ylabel=measure, title=f"{panel} {name}")
         flat[-1].set_xticks([k + width * (len(names) - 1) / 2 for k in range(len(places))], places)
-        figure.legend(*flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
         figure.suptitle(title, fontsize=8)
