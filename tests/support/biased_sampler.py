@@ -50,13 +50,3 @@ def install_drafts_of_other_rows() -> None:
         return token_ids, lse
 
     program.sample_row = sample_row
-
-
-def noise_of_the_next_position() -> None:
-    """Draw each token of a seeded request with the noise of the token after it."""
-    mutants.install(None, "neighbouring noise")
-
-
-def noise_met_twice() -> None:
-    """Draw the token after a whole draft with the noise of the token before it."""
-    mutants.install(None, "noise met twice")

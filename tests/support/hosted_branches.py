@@ -30,18 +30,15 @@ class Oracle:
         texts: prompts with their continuations.
         vocabulary: tokens.
         seed: of the places.
-        chains: whether the chains are such drafts, in place of the levels' own.
     """
 
-    def __init__(
-        self, texts: list[list[int]], vocabulary: int, seed: int, chains: bool = True
-    ) -> None:
-        self.texts, self.vocabulary, self.chains = texts, vocabulary, chains
+    def __init__(self, texts: list[list[int]], vocabulary: int, seed: int) -> None:
+        self.texts, self.vocabulary = texts, vocabulary
         self.random = np.random.default_rng(seed)
 
-    def chain(self, text: list[int], most: int) -> list[int] | None:
-        """A draft of at most `most` tokens; None for the levels'."""
-        return self._draft(text, most) if self.chains else None
+    def chain(self, text: list[int], most: int) -> list[int]:
+        """A draft of at most `most` tokens."""
+        return self._draft(text, most)
 
     def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> list[list[int]]:
         """`rows` more drafts of at most `most` tokens."""

@@ -278,8 +278,7 @@ class TableRunner:
         length: draft length K; with 0 the sampler draws without speculation.
         keeps_rows: whether the drafter samples and keeps its rows, or drafts its argmax.
         ours: whether our verifier replaces vLLM's.
-        prompt: token that every text starts with.
-        prompt_length: how often.
+        prompt_length: tokens 0 that every text starts with.
         cascade: as configured, of levels {"model": table [V, V]}, in the place of `draft`.
         couples_all: as of a configuration with "verifier": "coupled".
         drafter: vLLM's class of the drafter.
@@ -295,7 +294,6 @@ class TableRunner:
         length: int,
         keeps_rows: bool = True,
         ours: bool = True,
-        prompt: int = 0,
         prompt_length: int = 1,
         cascade: dict | None = None,
         couples_all: bool = False,
@@ -344,7 +342,7 @@ class TableRunner:
         if ours:
             serve(self.runner)
         for i, given in enumerate(params):
-            self.states.add_request(str(i), prompt_length, [prompt] * prompt_length, 0, 64)
+            self.states.add_request(str(i), prompt_length, [0] * prompt_length, 0, 64)
             slot = self.states.req_id_to_index[str(i)]
             self.sampler.add_request(slot, SamplingParams(**given, detokenize=False))
         self.states.apply_staged_writes()
