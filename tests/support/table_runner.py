@@ -64,62 +64,33 @@ def cascade(name: str) -> dict:
     """Configuration of a cascade of tables, see `TableRunner`."""
     name, lengths = name.removesuffix(", adaptive"), name.endswith(", adaptive")
     target, draft = tables()
-    middle = target + 0.4 * table(2, len(target), 1.0)
+    low = {"model": draft, "num_tokens": 1}
+    middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
+    high = {"model": target + 0.3 * table(3, len(target), 1.0)}
+    ngram, bigram, pairs = {"ngram": {"max": 2}}, {"bigram": "counts.npz"}, {"bigram": "pairs"}
+    counted = {"ngram_model": "pairs", "order": 2}
+    one, two, entropy = {"num_tokens": 1}, {"num_tokens": 2}, {"stopping": "entropy"}
+    unverified = {**middle, "verifier": "none"}
     levels = {
         "one": [{"model": draft}],
-        "two": [{"model": draft, "num_tokens": 1}, {"model": middle}],
-        "three": [
-            {"model": draft, "num_tokens": 1},
-            {"model": middle, "num_tokens": 2},
-            {"model": target + 0.3 * table(3, len(target), 1.0)},
-        ],
-        "bigram": [{"bigram": "counts.npz", "num_tokens": 1}, {"model": middle}],
-        "suffix": [{"suffix": {"store": "pairs"}, "num_tokens": 2}, {"model": middle}],
-        "lookup": [{"ngram": {"max": 2}, "num_tokens": 1}, {"model": middle}],
-        "lookup alone": [{"bigram": "counts.npz"}],
-        "sources": [
-            {"sources": [{"ngram": {"max": 2}}, {"bigram": "counts.npz"}], "num_tokens": 2},
-            {"model": middle},
-        ],
-        "choice": [{"sources": [{"ngram": {"max": 2}}, {"bigram": "pairs"}, {"model": draft}]}],
-        "choice of n-grams": [
-            {
-                "sources": [{"ngram": {"max": 2}}, {"ngram_model": "pairs", "order": 2}],
-                "num_tokens": 2,
-            },
-            {"model": middle},
-        ],
-        "choice below": [
-            {"sources": [{"bigram": "pairs"}, {"model": draft}], "num_tokens": 2},
-            {"model": middle},
-        ],
-        "unverified": [
-            {"bigram": "counts.npz", "num_tokens": 2},
-            {"model": middle, "verifier": "none"},
-        ],
-        "entropy": [
-            {"model": draft, "num_tokens": 2, "stopping": "entropy"},
-            {"model": middle, "stopping": "entropy"},
-        ],
-        "entropy, unverified": [
-            {"model": draft, "num_tokens": 2, "stopping": "entropy"},
-            {"model": middle, "verifier": "none", "stopping": "entropy"},
-        ],
-        "horizontal": [{"model": draft, "num_tokens": 1}, {"model": middle}],
-        "horizontal lookup": [
-            {"ngram": {"max": 2}, "num_tokens": 1},
-            {"model": middle, "stopping": "entropy"},
-        ],
-        "n-grams": [
-            {"ngram_model": "pairs", "order": 2, "num_tokens": 2},
-            {"model": middle},
-        ],
-        "n-grams above": [
-            {"ngram": {"max": 2}, "num_tokens": 1},
-            {"ngram_model": "pairs", "order": 2, "num_tokens": 2},
-            {"model": middle},
-        ],
-        "equal": [{"model": target, "num_tokens": 1}, {"model": target}],
+        "two": [low, middle],
+        "three": [low, middle | two, high],
+        "bigram": [bigram | one, middle],
+        "suffix": [{"suffix": {"store": "pairs"}} | two, middle],
+        "lookup": [ngram | one, middle],
+        "lookup alone": [bigram],
+        "sources": [{"sources": [ngram, bigram]} | two, middle],
+        "choice": [{"sources": [ngram, pairs, {"model": draft}]}],
+        "choice of n-grams": [{"sources": [ngram, counted]} | two, middle],
+        "choice below": [{"sources": [pairs, {"model": draft}]} | two, middle],
+        "unverified": [bigram | two, unverified],
+        "entropy": [low | two | entropy, middle | entropy],
+        "entropy, unverified": [low | two | entropy, unverified | entropy],
+        "horizontal": [low, middle],
+        "horizontal lookup": [ngram | one, middle | entropy],
+        "n-grams": [counted | two, middle],
+        "n-grams above": [ngram | one, counted | two, middle],
+        "equal": [{"model": target} | one, {"model": target}],
     }[name]
     found = {"num_speculative_tokens": 4, "levels": levels}
     if "horizontal" in name:
