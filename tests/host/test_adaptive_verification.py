@@ -32,7 +32,6 @@ def runner(params, name=None, *, admits, **options):
     """Drafts of four tokens of a cascade; without its name of vLLM's drafter."""
     from support.adaptive_tables import AdaptiveTableRunner
 
-    np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     if name is not None:
         options |= {"cascade": cascade(name), "prompt_length": 4}

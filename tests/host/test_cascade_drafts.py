@@ -24,7 +24,6 @@ from vllm_hsd.cascade.counters import Count
 
 
 def runner(params, name, **options):
-    np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     # As long as the widest window of a cascade, so that the first step drafts.
     return TableRunner(

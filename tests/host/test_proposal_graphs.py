@@ -16,7 +16,6 @@ PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature":
 
 
 def runner(params=PARAMS, levels: int = 2, length: int = 3, adapts: bool = False, **keys):
-    np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
     lowest = [{"model": draft, "num_tokens": 1}, {"ngram": {"max": 2}, "num_tokens": 1}][levels - 2]
@@ -152,7 +151,6 @@ def test_graphs_of_other_cascades(captured, name):
     """A replay after a check without the graph begins with the thresholds of before."""
 
     def runner():
-        np.random.seed(0)
         options = {"length": 4, "prompt_length": 5, "cascade": cascade(name)}
         return TableRunner(*tables(), PARAMS, **options)
 

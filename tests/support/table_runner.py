@@ -312,6 +312,7 @@ class TableRunner:
         )
         if ours:
             serve(self.runner)
+        np.random.seed(0)  # requests without a seed get theirs from it
         for i, given in enumerate(params):
             self.states.add_request(str(i), prompt_length, [0] * prompt_length, 0, 64)
             slot = self.states.req_id_to_index[str(i)]
