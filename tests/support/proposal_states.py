@@ -1,6 +1,7 @@
 """Random states of a proposal, for the kernels between forward passes and their reference."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import fields
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
-from vllm_hsd.cascade.schedule import compile_schedule
+from vllm_hsd.cascade.schedule import Schedule, compile_schedule
 
 VOCABULARY, MAX_MODEL_LEN, MAX_NUM_REQS = 70, 40, 7
 GUARD = -(2**31) + 7
@@ -16,8 +17,11 @@ GUARD = -(2**31) + 7
 LENGTHS = (2, 3, 7)
 
 
-def schedule_of(*lengths, **kind):
-    return compile_schedule([LevelOptions(n) for n in lengths], **kind)
+def schedule_of(*lengths: int, rounds: Sequence[int | None] = (), **kind) -> Schedule:
+    """A compiled cascade; rounds: max_rounds of the levels from the second on."""
+    limits = [None, *rounds, *[None] * len(lengths)]
+    options = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
+    return compile_schedule(options, **kind)
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
