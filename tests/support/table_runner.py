@@ -358,33 +358,35 @@ class TableRunner:
 
     def input_batch(self) -> SimpleNamespace:
         """The fields of vLLM's `InputBatch` that samplers read."""
-        last = self.states.last_sampled_tokens[self.slots]
         if self.drafted is None:
             tokens = self.states.all_token_ids.gpu[self.slots, :1].long()
         else:
-            tokens = torch.cat((last, self.drafted), 1)
-        width = tokens.shape[1]
-        total = self.states.total_len.gpu[self.slots]
-        starts = torch.arange(self.count + 1, dtype=torch.int32) * width
-        expanded, local = expand_idx_mapping(self.slots, self.count * width, starts, width)
-        positions = (total - 1)[:, None] + torch.arange(width)
-        drafts = width - 1
-        seq_lens = (total + drafts).int()
+            tokens = torch.cat((self.states.last_sampled_tokens[self.slots], self.drafted), 1)
+        starts = torch.arange(self.count + 1, dtype=torch.int32) * tokens.shape[1]
+        return self.batch_of(tokens, starts, starts.numpy(), starts)
+
+    def batch_of(self, tokens, starts, host_starts, queries) -> SimpleNamespace:
+        """Of [requests, n] tokens, of which each request has as many as `starts` says."""
+        widths, longest, rows = starts.diff(), tokens.shape[1], int(starts[-1])
+        committed = self.states.total_len.gpu[self.slots]
+        inside = torch.arange(longest) < widths[:, None]
+        positions = (committed - 1)[:, None] + torch.arange(longest)
+        expanded, local = expand_idx_mapping(self.slots, rows, starts, longest)
         return SimpleNamespace(
             num_reqs=self.count,
-            input_ids=tokens.int().flatten(),
-            positions=positions.long().flatten(),
-            logits_indices=torch.arange(self.count * width),
+            input_ids=tokens[inside].int(),
+            positions=positions[inside].long(),
+            logits_indices=torch.arange(rows),
             idx_mapping=self.slots,
             idx_mapping_np=self.slots.numpy(),
             expanded_idx_mapping=expanded,
             expanded_local_pos=local,
             cu_num_logits=starts,
-            cu_num_logits_np=starts.numpy(),
-            query_start_loc=starts,
-            seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=seq_lens.clone(),
-            num_draft_tokens=self.count * drafts,
+            cu_num_logits_np=host_starts,
+            query_start_loc=queries,
+            seq_lens=(committed + widths - 1).int(),
+            seq_lens_cpu_upper_bound=(committed + longest - 1).int(),
+            num_draft_tokens=rows - self.count,
         )
 
     def propose(self, *num_tokens: torch.Tensor) -> None:
