@@ -85,23 +85,15 @@ class GuardedState:
         self.state = state
 
     def _guarded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        # Two-dimensional ones get guards around every row.
-        padding = (2, 2) if tensor.ndim == 1 else (*(0, 0) * (tensor.ndim - 2), 2, 2, 1, 1)
-        if tensor.ndim == 3:
-            padding = (0, 0, 0, 0, 1, 1)
-        shape = [
-            n + sum(padding[2 * (tensor.ndim - 1 - d) : 2 * (tensor.ndim - 1 - d) + 2])
-            for d, n in enumerate(tensor.shape)
-        ]
+        # Before and after each dimension: two-dimensional ones get guards around every row.
+        guards: tuple[int, ...] = {1: (2,), 2: (1, 2), 3: (1, 0, 0)}[tensor.ndim]
         if name == "draft_tokens" or name.startswith("lse"):
-            # Rows that kernels expect to be contiguous.
-            shape = [tensor.shape[0] + 2, tensor.shape[1]]
-            padding = (0, 0, 1, 1)
+            guards = 1, 0  # rows that kernels expect to be contiguous
+        shape = [n + 2 * guard for n, guard in zip(tensor.shape, guards, strict=True)]
         outer = poison(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
         inner = outer
-        for d in range(tensor.ndim):
-            before = padding[2 * (tensor.ndim - 1 - d)]
-            inner = inner.narrow(d, before, tensor.shape[d])
+        for d, guard in enumerate(guards):
+            inner = inner.narrow(d, guard, tensor.shape[d])
         inner.copy_(tensor)
         self.outer[name] = outer
         return inner
