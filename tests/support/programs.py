@@ -96,13 +96,10 @@ class Engine:
     """Requests, caches and levels for proposals of one schedule; the target is left to the tests.
 
     Args:
-        lengths, rounds: of the levels; see `compile_schedule`.
-        verifiers: one per level.
-        stopping: one per level.
-        horizontal_tokens: see `compile_schedule`.
+        lengths, rounds, horizontal_tokens: of the levels; see `compile_schedule`.
+        verifiers, stopping: one per level.
         batch: B; requests: how many of these rows are real.
-        vocabulary: V.
-        dtype: of the rows.
+        vocabulary, dtype: of the rows.
         sources: lookups next to the lowest level.
         lookup: what level 0 is in the place of a model; see `program.ProgramLookup`.
         host: run it as a CPU does, see `host.host_program`.

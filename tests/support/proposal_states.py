@@ -56,8 +56,6 @@ class GuardedState:
     """A `ProposalState` whose tensors are the middle of larger ones, which must not change.
 
     Args:
-        schedule: for which it is allocated.
-        batch: requests.
         lookup: level 0 has no rows.
     """
 
