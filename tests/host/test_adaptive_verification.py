@@ -2,6 +2,7 @@
 
 import itertools
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -198,8 +199,6 @@ def test_what_fills_a_draft_up_was_not_rejected():
 
 def head_next_to_lookups(served, kind: type):
     """A drafter of vLLM's, of tables, next to an n-gram lookup, in the place of the runner's."""
-    from types import SimpleNamespace
-
     from vllm_hsd.config.cascade_config import CascadeConfig
     from vllm_hsd.host.head_sources import with_lookups
 
@@ -224,8 +223,6 @@ def head_next_to_lookups(served, kind: type):
 
 
 def test_lookups_next_to_a_head_take_its_confidences_away():
-    from types import SimpleNamespace
-
     from vllm_hsd.cascade.adaptive_verification import DraftConfidence
     from vllm_hsd.host.cascade_sampler import serve
 
