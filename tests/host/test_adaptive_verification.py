@@ -11,14 +11,8 @@ from oracle.distributions import chain_distribution
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import Chosen, exact_engine, proposed
 from support.exact_joint_distribution import chi_square_p_value
-from support.table_runner import (
-    OnlineAcceptanceEstimator,
-    TableDrafter,
-    TableRunner,
-    cascade,
-    joint,
-    tables,
-)
+from support.table_drafters import TableDrafter, cascade, tables
+from support.table_runner import OnlineAcceptanceEstimator, TableRunner, joint
 
 
 @pytest.fixture(autouse=True)

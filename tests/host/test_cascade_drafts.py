@@ -10,15 +10,14 @@ import torch
 from support.exact_joint_distribution import chi_square_p_value
 from support.marks import slow
 from support.proposal_states import schedule_of
-from support.table_runner import (
+from support.table_drafters import (
     CascadeSpeculator,
     DraftModelSpeculator,
     ProposalState,
-    TableRunner,
     cascade,
-    joint,
     tables,
 )
+from support.table_runner import TableRunner, joint
 
 from vllm_hsd.cascade.counters import Count
 

@@ -2,7 +2,8 @@
 
 import pytest
 from support.marks import slow
-from support.table_runner import CASES, TableRunner, cascade, tables
+from support.table_drafters import cascade, tables
+from support.table_runner import CASES, TableRunner
 
 LENGTH = 7
 FILTERS = ({}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2, "temperature": 1.3})

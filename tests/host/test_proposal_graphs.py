@@ -8,7 +8,8 @@ import torch
 from support import recorded_graph
 from support.marks import slow
 from support.recorded_graph import RecordedGraph
-from support.table_runner import TableRunner, cascade, table, tables
+from support.table_drafters import cascade, table, tables
+from support.table_runner import TableRunner
 
 from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.counters import Count

@@ -10,7 +10,8 @@ import pytest
 import torch
 from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import next_token_distribution
-from support.table_runner import CASES, TableRunner, tables
+from support.table_drafters import tables
+from support.table_runner import CASES, TableRunner
 from triton.runtime.jit import JITFunction
 
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
