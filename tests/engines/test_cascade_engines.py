@@ -96,7 +96,7 @@ def test_seeded_text_is_that_of_plain_vllm(name, proposals, family, seeded_token
 @pytest.mark.slow
 def test_noise_of_another_position_is_caught(family, seeded_tokens):
     """Negative control of the comparison above."""
-    shifted = "support.shifted_noise:noise_of_the_next_position"
+    shifted = "support.biased_sampler:install_noise_of_the_next_position"
     texts, _ = run_seeded(family.target, configuration("two models", family), shifted)
     assert texts != seeded_tokens
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from support import triton_cpu
 from support.engines import ENVIRONMENT
-from support.table_runner import TableRunner, tables
+from support.table_drafters import tables
+from support.table_runner import TableRunner
 
 from benchmarks.common import prompts
 from benchmarks.gpu import (

@@ -149,9 +149,7 @@ def test_under_stock_drafters_too(family, files, plain, method, shape):
 
 def test_a_draw_of_another_position_is_seen(family, files, plain):
     """Negative control: the noise of the next position, and noise that is met twice."""
-    engine = cascade(*levels("ngram", family, files))
+    engine = {"model": family.target, **cascade(*levels("ngram", family, files))}
     for fault in ("noise_of_the_next_position", "noise_met_twice"):
-        results = run_engine(
-            {"model": family.target, **engine}, JOBS, patch=f"support.shifted_noise:{fault}"
-        )
+        results = run_engine(engine, JOBS, patch=f"support.biased_sampler:install_{fault}")
         assert {"alone 4", "four", "several"} <= set(differing(results, plain))

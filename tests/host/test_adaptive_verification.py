@@ -2,22 +2,17 @@
 
 import itertools
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from oracle.distributions import chain_distribution
-from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
-from oracle.test_program_exact import VERIFIERS, Chosen, proposed
+from oracle.exact import Choices, Table, Tokens, deviation
+from oracle.test_program_exact import Chosen, exact_engine, proposed
 from support.exact_joint_distribution import chi_square_p_value
-from support.table_runner import (
-    OnlineAcceptanceEstimator,
-    TableDrafter,
-    TableRunner,
-    cascade,
-    joint,
-    tables,
-)
+from support.table_drafters import TableDrafter, cascade, tables
+from support.table_runner import OnlineAcceptanceEstimator, TableRunner, joint
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +27,6 @@ def runner(params, name=None, *, admits, **options):
     """Drafts of four tokens of a cascade; without its name of vLLM's drafter."""
     from support.adaptive_tables import AdaptiveTableRunner
 
-    np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     if name is not None:
         options |= {"cascade": cascade(name), "prompt_length": 4}
@@ -199,8 +193,6 @@ def test_what_fills_a_draft_up_was_not_rejected():
 
 def head_next_to_lookups(served, kind: type):
     """A drafter of vLLM's, of tables, next to an n-gram lookup, in the place of the runner's."""
-    from types import SimpleNamespace
-
     from vllm_hsd.config.cascade_config import CascadeConfig
     from vllm_hsd.host.head_sources import with_lookups
 
@@ -225,8 +217,6 @@ def head_next_to_lookups(served, kind: type):
 
 
 def test_lookups_next_to_a_head_take_its_confidences_away():
-    from types import SimpleNamespace
-
     from vllm_hsd.cascade.adaptive_verification import DraftConfidence
     from vllm_hsd.host.cascade_sampler import serve
 
@@ -260,12 +250,11 @@ def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
     Returns:
         The distance, and how many tokens of drafts were left out.
     """
-    from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+    from support.programs import MAX_NUM_REQS, reference_steps
 
     from vllm_hsd.host.draft_confidence import draft_confidence
 
-    exact = {"vocabulary": 2, "dtype": torch.float64, "batch": 1, "requests": 1}
-    engine = Engine(lengths, (), ("block",) * 3, **exact, **keys)
+    engine = exact_engine(lengths, vocabulary=2, **keys)
     longest, target = engine.schedule.num_speculative_tokens, Table(2, 1)
     confidence = draft_confidence(
         MAX_NUM_REQS, longest, torch.device("cpu"), engine.state.lengths_of
@@ -277,26 +266,18 @@ def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
         chosen.begin(choices)
         confidence.begin(slots, torch.ones(MAX_NUM_REQS))
         [draft] = engine.propose(plain)
-        rows = proposed(engine.state.rows[-1][0], draft, 2)
         confidence.publish(probs, slots)
         if by_token:
+            rows = proposed(engine.state.rows[-1][0], draft, 2)
             drawn = [float(row[token]) for row, token in zip(rows, draft, strict=True)]
             probs[0, : len(draft)] = torch.tensor(drawn)
         kept = int((probs[0].cumprod(0) > 0.3).sum())
         left_out.add(len(draft) - kept)
-        accepted, token = chosen.verify(
-            target.rows((*draft[:kept],), kept + 1, ()),
-            rows[:kept],
-            draft[:kept],
-            VERIFIERS["block"],
-            len(lengths),
-            PROMPT,
-        )
+        accepted, token = chosen.target_step(target, draft[:kept], "block")
         return (*draft[:accepted], token)
 
     with reference_steps(engine, **chosen.functions) as plain:
-        emitted = distribution_of(generate)
-    return distance(extended(emitted, target, 4), target.joint(4)), left_out
+        return deviation(generate, target, 4), left_out
 
 
 @pytest.mark.parametrize(

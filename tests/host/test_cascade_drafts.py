@@ -10,21 +10,19 @@ import torch
 from support.exact_joint_distribution import chi_square_p_value
 from support.marks import slow
 from support.proposal_states import schedule_of
-from support.table_runner import (
+from support.table_drafters import (
     CascadeSpeculator,
     DraftModelSpeculator,
     ProposalState,
-    TableRunner,
     cascade,
-    joint,
     tables,
 )
+from support.table_runner import TableRunner, joint
 
 from vllm_hsd.cascade.counters import Count
 
 
 def runner(params, name, **options):
-    np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     # As long as the widest window of a cascade, so that the first step drafts.
     return TableRunner(

@@ -11,9 +11,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
-from oracle.test_program_exact import VERIFIERS, Chosen, proposed
-from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+from oracle.exact import Choices, Table, Tokens, deviation
+from oracle.test_program_exact import Chosen, exact_engine
+from support.programs import MAX_NUM_REQS, reference_steps
 
 from vllm_hsd.cascade.level import StepLevels
 
@@ -97,17 +97,9 @@ def bias(
     def offer(state):
         found.offer(state, engine.text)
 
-    engine = Engine(
-        lengths,
-        (),
-        (verifier,) * 3,
-        batch=1,
-        requests=1,
-        vocabulary=VOCABULARY,
-        dtype=torch.float64,
-        sources=ProgramSources(offer, found.choose, found.drawn, found.prefers_drafter),
-        host=host,
-    )
+    sources = ProgramSources(offer, found.choose, found.drawn, found.prefers_drafter)
+    kind = {"vocabulary": VOCABULARY, "sources": sources, "host": host}
+    engine = exact_engine(lengths, verifier=verifier, **kind)
     chosen, kept = Chosen(engine), set()
     slot = int(engine.index[0])
     whole, fewer = engine.program, copy.copy(engine.program)
@@ -132,21 +124,13 @@ def bias(
             drawn = len(lengths) > 1 or bool(found.drawn[slot] > 0)
             if draft:
                 kept.add((skips, float(found.drawn[slot])))
-            accepted, token = chosen.verify(
-                TARGET.rows((*draft,), len(draft) + 1, text),
-                proposed(engine.state.rows[-1][0], draft, VOCABULARY, drawn),
-                draft,
-                VERIFIERS[verifier],
-                len(lengths),
-                PROMPT + len(text),
-            )
+            accepted, token = chosen.target_step(TARGET, draft, verifier, text, drawn)
             engine.commit(0, [*draft[:accepted], token])
             text = (*text, *draft[:accepted], token)
         return text
 
     with reference_steps(engine, **chosen.functions) as plain:
-        emitted = distribution_of(generate)
-    return distance(extended(emitted, TARGET, 4), TARGET.joint(4)), kept
+        return deviation(generate, TARGET, 4), kept
 
 
 @pytest.mark.parametrize(

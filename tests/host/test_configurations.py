@@ -48,78 +48,70 @@ def test_what_is_refused_below_vllms_own_drafters(family, keys, message):
         configure(family, given)
 
 
-HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"eagle3": "HEAD"}]}
+NGRAM, EXIT = {"ngram": {}}, {"early_exit": 1}
+# `with_paths` gives them their files.
+EAGLE3, SMALL = {"eagle3": "HEAD"}, {"model": "SMALL"}
+HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [EAGLE3]}
+NO_BRANCHES = "branches is for a model and for sources that are lookups"
 STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
+
+
+def sources(*lookups: dict, **keys) -> dict:
+    return {"sources": list(lookups), **keys}
 
 
 @pytest.mark.parametrize(
     ("keys", "engine", "reason"),
     [
-        ({"levels": [{"ngram": {}}]}, {}, None),
+        ({"levels": [NGRAM]}, {}, None),
         ({"levels": [{"suffix": {}}]}, {}, None),
         ({"levels": [{"ngram_model": "STORE"}]}, {}, None),
         ({"levels": [{"suffix": {"shared_tokens": 1 << 18}}]}, {}, None),
-        ({"levels": [{"sources": [{"ngram": {}}, {"suffix": {}}]}]}, {}, None),
-        ({"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}]}]}, {}, None),
-        ({"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}]}, {}, None),
+        ({"levels": [sources(NGRAM, {"suffix": {}})]}, {}, None),
+        ({"levels": [sources(NGRAM, EXIT)]}, {}, None),
+        ({"levels": [sources(NGRAM, EAGLE3)]}, {}, None),
+        ({"levels": [sources(EAGLE3, num_tokens=1), EXIT]}, {}, None),
+        ({"levels": [{**EAGLE3, "num_tokens": 1}, EXIT]}, {}, None),
         (
-            {"levels": [{"sources": [{"eagle3": "HEAD"}], "num_tokens": 1}, {"early_exit": 1}]},
-            {},
-            None,
-        ),
-        ({"levels": [{"eagle3": "HEAD", "num_tokens": 1}, {"early_exit": 1}]}, {}, None),
-        (
-            {"levels": [{"sources": [{"ngram": {}}, {"eagle3": "HEAD"}]}], "adaptive": True},
+            {"levels": [sources(NGRAM, EAGLE3)], "adaptive": True},
             {},
             r"adaptive has no meaning with levels\[0\].sources\[1\].eagle3",
         ),
-        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, {}, None),
-        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}], "adaptive": True}, {}, None),
+        ({"levels": [sources(NGRAM, branches=2)]}, {}, None),
+        ({"levels": [sources(NGRAM, branches=2)], "adaptive": True}, {}, None),
+        ({"levels": [sources(NGRAM, EXIT, branches=2)]}, {}, NO_BRANCHES),
         (
-            {"levels": [{"sources": [{"ngram": {}}, {"early_exit": 1}], "branches": 2}]},
-            {},
-            "branches is for a model and for sources that are lookups",
-        ),
-        (
-            {"levels": [{"sources": [{"suffix": {"shared_tokens": 1 << 19}}]}]},
+            {"levels": [sources({"suffix": {"shared_tokens": 1 << 19}})]},
             {},
             r"levels\[0\].sources\[0\].suffix.shared_tokens: ",
         ),
-        (
-            {"levels": [{"ngram": {}, "num_tokens": 1}, {"early_exit": 1, "verifier": "none"}]},
-            {},
-            None,
-        ),
-        ({"levels": [{"early_exit": 1, "stopping": "entropy"}]}, {}, None),
+        ({"levels": [{**NGRAM, "num_tokens": 1}, {**EXIT, "verifier": "none"}]}, {}, None),
+        ({"levels": [{**EXIT, "stopping": "entropy"}]}, {}, None),
         ({"num_speculative_tokens": 64}, {}, "num_speculative_tokens: .*63"),
         ({"levels": [{"model": "SHORT"}]}, {}, None),
         ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
         ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
-        ({"levels": [{"eagle3": "HEAD"}], "adaptive": True}, {}, "adaptive has no meaning"),
+        ({"levels": [EAGLE3], "adaptive": True}, {}, "adaptive has no meaning"),
+        ({"levels": [{**EAGLE3, "branches": 2}]}, {}, NO_BRANCHES),
+        ({"levels": [{**SMALL, "branches": 3}]}, {}, None),
+        ({"levels": [{**SMALL, "branches": 3}], "verifier": "coupled"}, {}, None),
         (
-            {"levels": [{"eagle3": "HEAD", "branches": 2}]},
-            {},
-            "branches is for a model and for sources that are lookups",
-        ),
-        ({"levels": [{"model": "SMALL", "branches": 3}]}, {}, None),
-        ({"levels": [{"model": "SMALL", "branches": 3}], "verifier": "coupled"}, {}, None),
-        (
-            {"levels": [{"model": "SMALL", "branches": 9}], "num_speculative_tokens": 8},
+            {"levels": [{**SMALL, "branches": 9}], "num_speculative_tokens": 8},
             {},
             "make 72 draft tokens of a request, but tree verification takes at most 64",
         ),
         (
-            {"levels": [{"model": "SMALL", "branches": 2}], "verifier": "standard"},
+            {"levels": [{**SMALL, "branches": 2}], "verifier": "standard"},
             {},
             r"verifier does not go with levels\[0\].branches of a model",
         ),
         (
-            {"levels": [{"model": "SMALL", "branches": 2, "stopping": "entropy"}]},
+            {"levels": [{**SMALL, "branches": 2, "stopping": "entropy"}]},
             {},
             r"levels\[0\].stopping does not go with levels\[0\].branches of a model",
         ),
-        ({"levels": [{"eagle3": "HEAD"}], "verifier": "standard"}, {}, "verifier has no meaning"),
-        ({"levels": [{"eagle3": "HEAD"}], "verifier": "coupled"}, {}, None),
+        ({"levels": [EAGLE3], "verifier": "standard"}, {}, "verifier has no meaning"),
+        ({"levels": [EAGLE3], "verifier": "coupled"}, {}, None),
         ({"method": "ngram", **STOCK}, {}, None),
         ({"method": "ngram", **STOCK, "num_speculative_tokens": 64}, {}, "num_speculative_tokens"),
         ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),

@@ -1,9 +1,9 @@
 """Coupled requests on the sampling side of vLLM's runner: their text is that without drafts."""
 
-import numpy as np
 import pytest
 from support.marks import slow
-from support.table_runner import CASES, TableRunner, cascade, tables
+from support.table_drafters import cascade, tables
+from support.table_runner import CASES, TableRunner
 
 LENGTH = 7
 FILTERS = ({}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2, "temperature": 1.3})
@@ -11,7 +11,6 @@ FILTERS = ({}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2, 
 
 def runner(params, name, **options):
     """Serves `params` with a drafter: "plain" is vLLM's sampler alone."""
-    np.random.seed(0)
     target, draft = tables()
     given = {
         "plain": {"ours": False, "length": 0},

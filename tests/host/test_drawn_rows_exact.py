@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from oracle import sequential
-from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
-from oracle.test_program_exact import Chosen, exact_row
+from oracle.exact import Choices, Table, Tokens, deviation
+from oracle.test_program_exact import Chosen, exact_engine, exact_row
 from support import kernel_reference as reference
 from support.programs import Engine
 
@@ -33,14 +33,7 @@ class EnumeratedStep:
 
     def __init__(self, drafts: int, length: int, vocabulary: int) -> None:
         self.drafts, self.length, self.target = drafts, length, Table(vocabulary, 1)
-        self.engine = engine = Engine(
-            (length,),
-            batch=1,
-            requests=1,
-            vocabulary=vocabulary,
-            dtype=torch.float64,
-            drafts=drafts,
-        )
+        self.engine = engine = exact_engine((length,), vocabulary=vocabulary, drafts=drafts)
         self.chosen = Chosen(engine)
         self.slot = int(engine.index[0])
         self.hosted = hosted = DrawnBranches.__new__(DrawnBranches)
@@ -195,8 +188,7 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, tokens=None, cut=None,
         mock.patch("vllm_hsd.kernels.blocks.LOGIT_DTYPES", (torch.float64,)),
         mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
     ):
-        found = distribution_of(generate)
-    return distance(extended(found, step.target, tokens), step.target.joint(tokens)), won
+        return deviation(generate, step.target, tokens), won
 
 
 @pytest.mark.parametrize(

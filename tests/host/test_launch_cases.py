@@ -6,7 +6,8 @@ from collections import defaultdict
 import pytest
 import torch
 from support import kernel_launches, launch_cases
-from support.table_runner import TableRunner, cascade, tables
+from support.table_drafters import cascade, tables
+from support.table_runner import TableRunner
 from triton.runtime.jit import JITFunction
 
 CASCADES = (

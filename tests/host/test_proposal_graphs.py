@@ -5,10 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support import recorded_graph
 from support.marks import slow
-from support.table_runner import TableRunner, cascade, table, tables
+from support.recorded_graph import RecordedGraph
+from support.table_drafters import cascade, table, tables
+from support.table_runner import TableRunner
 
+from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.counters import Count
+from vllm_hsd.host.graph_checks import GraphError
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
 
@@ -16,7 +21,6 @@ PARAMS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature":
 
 
 def runner(params=PARAMS, levels: int = 2, length: int = 3, adapts: bool = False, **keys):
-    np.random.seed(0)  # requests without a seed get theirs from it
     target, draft = tables()
     middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
     lowest = [{"model": draft, "num_tokens": 1}, {"ngram": {"max": 2}, "num_tokens": 1}][levels - 2]
@@ -28,7 +32,6 @@ def runner(params=PARAMS, levels: int = 2, length: int = 3, adapts: bool = False
 @pytest.fixture
 def captured(monkeypatch):
     """Gives a runner's cascade graphs for at most 4 requests."""
-    from support import recorded_graph
     from vllm.v1.worker.gpu import cudagraph_utils
 
     from vllm_hsd.host.graphs import ProposalGraphs
@@ -67,8 +70,6 @@ def test_a_graph_drafts_what_the_program_drafts(captured, levels):
 
     The checks find nothing: only `stage` reads what the runner hands over.
     """
-    from support.recorded_graph import RecordedGraph
-
     plain, graphed = runner(levels=levels), captured(runner(levels=levels), sizes=(2, 4))
     graphed.drafter.checks = True
     draft_alike(plain, graphed, 2)
@@ -87,8 +88,6 @@ def test_a_graph_measures_the_confidences_that_the_program_measures(captured):
 
 def test_every_draft_length_has_its_graphs(captured):
     """As the scheduler chooses them; a length of vLLM's warm-up takes the longest program."""
-    from support.recorded_graph import RecordedGraph
-
     adaptive = {"length": 4, "adaptive": True}
     plain, graphed = runner(**adaptive), captured(runner(**adaptive), sizes=(4,))
     graphed.drafter.checks = True
@@ -111,10 +110,6 @@ def test_passes_that_no_request_wants_are_skipped(checks, captured):
     A whole draft is wanted in the steps 0 to 3, and in 9 and 10, after the text has changed; three
     steps later its passes run.
     """
-    from support.recorded_graph import RecordedGraph
-
-    from vllm_hsd.budget.trials import Trials
-
     target, other = table(0, 6, 1.3), table(5, 6, 1.3)
     levels = [{"sources": [{"ngram": {"max": 2}}, {"model": other}]}]
     options = {"length": 3, "prompt_length": 4}
@@ -152,7 +147,6 @@ def test_graphs_of_other_cascades(captured, name):
     """A replay after a check without the graph begins with the thresholds of before."""
 
     def runner():
-        np.random.seed(0)
         options = {"length": 4, "prompt_length": 5, "cascade": cascade(name)}
         return TableRunner(*tables(), PARAMS, **options)
 
@@ -167,8 +161,6 @@ def test_graphs_of_other_cascades(captured, name):
 
 @pytest.mark.slow
 def test_a_batch_above_the_largest_graph_drafts_without_one(captured):
-    from support.recorded_graph import RecordedGraph
-
     plain, graphed = runner(), captured(runner(), sizes=(1, 2))
     draft_alike(plain, graphed, 2)
     assert not any(graph.replays for graph in RecordedGraph.made)
@@ -191,8 +183,6 @@ def read_after_stage(served, of) -> None:
     ],
 )
 def test_a_read_after_stage_is_caught(of, named):
-    from vllm_hsd.host.graph_checks import GraphError
-
     served = runner()
     served.drafter.checks = True
     read_after_stage(served, of)
@@ -202,8 +192,6 @@ def test_a_read_after_stage_is_caught(of, named):
 
 def test_a_kernel_that_reads_after_stage_is_caught():
     """Launches pass torch's dispatcher by."""
-    from vllm_hsd.host.graph_checks import GraphError
-
     served = runner()
     served.drafter.checks = True
     state = served.drafter.state
@@ -221,8 +209,6 @@ def test_a_kernel_that_reads_after_stage_is_caught():
 
 def test_a_graph_with_an_old_address_is_caught(captured):
     """A table moves after the capture: the program follows it, the graph does not."""
-    from vllm_hsd.host.graph_checks import GraphError
-
     served = captured(runner([{"temperature": 0.0}] * 3), sizes=(4,))
     served.drafter.checks = True
     served.drafter.program.levels[1].logits = -served.target

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from support.proposal_states import schedule_of
 
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.schedule import (
@@ -18,13 +19,6 @@ from vllm_hsd.cascade.schedule import (
 )
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.reference.drafts import room_below
-
-
-def schedule_of(*lengths: int, rounds: tuple = (), **kind) -> Schedule:
-    """A compiled cascade; rounds: max_rounds of the levels from the second on."""
-    limits = [None, *rounds, *[None] * len(lengths)]
-    options = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
-    return compile_schedule(options, **kind)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,18 @@ import pytest
 import torch
 from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import next_token_distribution
-from support.table_runner import CASES, TableRunner, tables
+from support.table_drafters import tables
+from support.table_runner import CASES, TableRunner
 from triton.runtime.jit import JITFunction
 
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.errors import UserError
+from vllm_hsd.host import sampler, stock_drafters
 from vllm_hsd.rules import verify_chain
 from vllm_hsd.rules.rng import host_uniforms
 
 
 def runner(params, **options):
-    """Requests without a seed get theirs from numpy, always the same here."""
-    np.random.seed(0)
     target, draft = tables()
     return TableRunner(target, options.pop("draft", draft), params, length=3, **options)
 
@@ -93,8 +93,6 @@ def test_a_drafter_equal_to_the_target_loses_nothing(keeps_rows, temperature):
 
 
 def test_no_uniform_is_met_twice(monkeypatch):
-    from vllm_hsd.host import sampler, stock_drafters
-
     met = []
 
     def sample_row(logits, temperature, seeds, draws, **options):
@@ -162,8 +160,6 @@ def test_drafts_are_filtered_as_their_request():
 
 def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
     """So a verification takes 3 launches and does not read a proposal row to normalize it."""
-    from vllm_hsd.host import sampler
-
     given, launches, verify = [], [], sampler.verify_chain_padded
     run = JITFunction.run
 
@@ -239,8 +235,6 @@ def test_a_refused_draft_token_is_verified_before_the_draft_ends():
 
 
 def test_the_sampler_ends_a_draft_after_the_refused_token(monkeypatch):
-    from vllm_hsd.host import sampler
-
     verified, verify = [], sampler.verify_chain_padded
 
     def recorded(target, draft, tokens, *args, **options):
@@ -312,8 +306,6 @@ def test_of_every_drafter_of_vllm_it_is_known_how_it_draws():
     """One that a release adds, or changes, is kept out by name until it is read."""
     import vllm.v1.worker.gpu.spec_decode as package
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-
-    from vllm_hsd.host import stock_drafters
 
     found = {}
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

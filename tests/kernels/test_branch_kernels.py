@@ -16,6 +16,10 @@ def guarded(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.full(shape, GUARD, dtype=dtype)
 
 
+def ints(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+
+
 def chosen_of(first, offers, values):
     """Plain rule: the best offers whose first tokens differ from those of all rows before."""
     rows, firsts = [], {first}
@@ -41,10 +45,7 @@ def test_the_next_best_offers_with_other_first_tokens_become_branches():
     window, drafted = rng.integers(0, 3, (batch, WINDOW + N)), rng.integers(0, 3, batch)
     slot = rng.permutation(batch)
     own = torch.zeros(2, sources, slots + 1, dtype=torch.float64)
-    each = (window, WINDOW + drafted, drafted, room, requested, slot)
-    window_, end, drafted_, room_, requested_, slot_ = (
-        torch.from_numpy(values.astype(np.int32)) for values in each
-    )
+    window_, *each = map(ints, (window, WINDOW + drafted, drafted, room, requested, slot))
     found = guarded(batch + 1, BRANCHES, N), guarded(batch + 1, BRANCHES)
     numbers = torch.tensor([4.0, 0.3], dtype=torch.float64)
     counts[:, slots] = 0
@@ -52,14 +53,10 @@ def test_the_next_best_offers_with_other_first_tokens_become_branches():
         *found,
         window_,
         window_.stride(0),
-        end,
-        drafted_,
-        room_,
-        requested_,
-        slot_,
+        *each,
         own,
-        torch.from_numpy(counts.astype(np.int32)),
-        torch.from_numpy(token_ids.astype(np.int32)),
+        ints(counts),
+        ints(token_ids),
         torch.from_numpy(expected),
         numbers[:1],
         numbers[1:],
@@ -101,18 +98,17 @@ def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
     chain, window = rng.integers(1, 9, (batch, N)), rng.integers(10, 19, (batch, WINDOW + N))
     chained = np.arange(batch) % 5 == 4
     out = guarded(batch + 1, width + 2, dtype=torch.int64)
-    counts_ = torch.from_numpy(counts.astype(np.int32))
-    window_ = torch.from_numpy(window.astype(np.int32))
+    counts_, window_ = ints(counts), ints(window)
     branch_kernels.flat_drafts_kernel[(batch,)](
         out,
         out.stride(0),
         torch.from_numpy(chain),
-        torch.from_numpy(tokens.astype(np.int32)),
+        ints(tokens),
         counts_,
         window_,
         window_.stride(0),
         torch.from_numpy(base),
-        torch.from_numpy(chained.astype(np.int32)),
+        ints(chained),
         torch.tensor(sizes, dtype=torch.int32),
         len(sizes),
         longest,
@@ -169,10 +165,6 @@ def test_rows_lie_where_the_plain_layout_has_them(size):
     main = rng.permutation((batch + 2) * columns).reshape(batch + 2, columns)
     positions = np.repeat(base, scheduled) + np.concatenate([np.arange(n) for n in scheduled])
     total, n = len(positions), len(request)
-
-    def ints(values, dtype=torch.int32):
-        return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
-
     found = {
         "position": ints(positions, torch.int64),
         "slots": guarded(total + 1, dtype=torch.int64),

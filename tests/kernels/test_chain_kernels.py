@@ -36,6 +36,19 @@ def test_random_rows(method, rows, small_blocks):
     assert_matches(batch, result, method=method, level=3)
 
 
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_another_draw_gives_another_token(method):
+    """Negative control of the comparisons with the reference."""
+    batch = make_chains(60, [3, 0, 5, 1, 4, 5], seed=7)
+    batch["temperature"] = torch.linspace(0.6, 1.2, 6)
+    batch["draws"] = torch.full((6,), 11)
+    for level in (1, 3):
+        result = chain_verify.verify_chain(**batch, method=method, level=level)
+        assert_matches(batch, result, method=method, level=level)
+    other = reference.verify_chain(**batch | {"draws": batch["draws"] + 1}, method=method, level=3)
+    assert result.token_ids.tolist() != other.token_ids.tolist()
+
+
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
 def test_vocabulary_sizes(vocab_size, small_blocks):
     batch = make_chains(vocab_size, [2, 3, 1, 3], torch.bfloat16, seed=vocab_size)

@@ -125,6 +125,11 @@ def distance(one: Distribution, other: Distribution) -> Fraction:
     return sum((abs(one.get(k, 0) - other.get(k, 0)) for k in keys), Fraction(0)) / 2
 
 
+def deviation(program: Callable[[Choices], Tokens], model: Table, length: int) -> Fraction:
+    """Total variation of what a program emits, up to ``length`` tokens, from the model's text."""
+    return distance(extended(distribution_of(program), model, length), model.joint(length))
+
+
 class ArgmaxOf:
     """The greedy decoder of a model: one-hot rows."""
 

@@ -14,10 +14,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
-from oracle.test_program_exact import VERIFIERS, Chosen, proposed
-from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+from oracle.exact import Choices, Table, Tokens, deviation
+from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
+from support.programs import MAX_NUM_REQS, Engine, reference_steps
 
 from vllm_hsd.cascade.level import StepLevels
 
@@ -195,17 +194,8 @@ class Learning(Adversary):
 def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fraction, set]:
     """Total variation distance to the target's joint distribution, and what was selected."""
     lengths, is_lookup = KINDS[kinds]
-    engine = Engine(
-        lengths,
-        (),
-        (verifier,) * 3,
-        batch=1,
-        requests=1,
-        vocabulary=VOCABULARY,
-        dtype=torch.float64,
-        lookup=hashed if is_lookup else None,
-        host=True,
-    )
+    kind = {"vocabulary": VOCABULARY, "lookup": hashed if is_lookup else None, "host": True}
+    engine = exact_engine(lengths, verifier=verifier, **kind)
     chosen, used = Chosen(engine), set()
 
     def generate(choices: Choices) -> Tokens:
@@ -216,15 +206,8 @@ def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fra
             [draft] = engine.propose(steps, rule.select)
             used.add(engine.program.selection.levels)
             draft = rule.drafted(draft)
-            rows = None if rule.forced else engine.state.rows[-1]
-            accepted, token = chosen.verify(
-                TARGET.rows((*draft,), len(draft) + 1, text),
-                proposed(None if rows is None else rows[0], draft, VOCABULARY),
-                draft,
-                VERIFIERS[verifier],
-                len(lengths),
-                PROMPT + len(text),
-            )
+            step = draft, verifier, text, not rule.forced
+            accepted, token = chosen.target_step(TARGET, *step)
             rule.verified(accepted, len(draft))
             engine.commit(0, [*draft[:accepted], token])
             text = (*text, *draft[:accepted], token)
@@ -236,8 +219,7 @@ def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fra
         mock.patch("vllm_hsd.budget.clock.seconds", clock),
         mock.patch("vllm_hsd.host.host_budget._agreed", lambda found: found()),
     ):
-        emitted = distribution_of(generate)
-    return distance(extended(emitted, TARGET, length), TARGET.joint(length)), used
+        return deviation(generate, TARGET, length), used
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from oracle import sequential
-from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.exact import ArgmaxOf, Choices, Table, Tokens, deviation, distance, distribution_of
 from oracle.trees import one_hot
 
 from vllm_hsd.rules.branches import follow
@@ -77,7 +77,7 @@ def step(p, q, verify, branches, lookup=False, draw=None, key=None):
 
 
 def bias(p, program) -> Fraction:
-    return distance(extended(distribution_of(program), p, N + 2), p.joint(N + 2))
+    return deviation(program, p, N + 2)
 
 
 @pytest.mark.parametrize("lookup", [False, True])

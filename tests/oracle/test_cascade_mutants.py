@@ -27,14 +27,18 @@ class ClaimsOwnLevel(Cascade):
     def claimed_level(self, level: int) -> int:
         return level
 
+    def claimed(self, level: int, text: list[int]) -> torch.Tensor:
+        """[V] probabilities of the token that a level drafted after a text."""
+        logits = self.levels[self.claimed_level(level)].row(tuple(text))
+        return torch.tensor(logits, dtype=torch.float64).exp()
+
     def propose(self, batch, slots, requested):
         drafts = super().propose(batch, slots, requested)
         count = int(drafts.counts[0])
         text = batch.tokens[0, len(PROMPT) : batch.end[0]].tolist()
         for t in range(count):
-            level = self.levels[self.claimed_level(int(drafts.level[0, t]))]
-            logits = level.row(tuple(text[: len(text) - count + t]))
-            drafts.probs[t] = torch.tensor(logits, dtype=torch.float64).exp()
+            before = text[: len(text) - count + t]
+            drafts.probs[t] = self.claimed(int(drafts.level[0, t]), before)
         return drafts
 
 

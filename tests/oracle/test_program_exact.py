@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from oracle import sequential
-from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.exact import Choices, Table, Tokens, deviation
 from support import step_reference
 from support.programs import PROMPT, Engine, reference_steps
 
@@ -34,6 +34,14 @@ def proposed(
     if rows is not None and drawn:
         return [exact_row(row) for row in rows[: len(draft)]]
     return [[Fraction(v == token) for v in range(vocabulary)] for token in draft]
+
+
+def exact_engine(
+    lengths, rounds=(), verifier="block", *, vocabulary=VOCABULARY, **options
+) -> Engine:
+    """Of one request, with rows in float64, which are those of its tables."""
+    options |= {"batch": 1, "requests": 1, "dtype": torch.float64}
+    return Engine(lengths, rounds, (verifier,) * 3, vocabulary=vocabulary, **options)
 
 
 class Chosen:
@@ -107,6 +115,24 @@ class Chosen:
         counts = torch.tensor([accepted], dtype=torch.int32)
         return ChainResult(tokens, counts, counts + 1, torch.zeros(1, width))
 
+    def target_step(
+        self, target: Table, draft: list[int], verifier: str, text: Tokens = (), drawn=True
+    ) -> tuple[int, int]:
+        """How much of the engine's draft after `text` the target accepts, and its next token.
+
+        Args:
+            drawn: whether tokens are verified with the rows that the program has kept, if any.
+        """
+        rows = self.engine.state.rows[-1]
+        return self.verify(
+            target.rows((*draft,), len(draft) + 1, text),
+            proposed(None if rows is None else rows[0], draft, target.vocabulary, drawn),
+            draft,
+            VERIFIERS[verifier],
+            self.engine.schedule.num_levels,
+            PROMPT + len(text),
+        )
+
     def verify(self, p, q, x, rule, level, first):
         place = iter(range(first, first + len(x)))
         return rule(
@@ -136,17 +162,8 @@ def bias(
         stopping: of the levels; drafts end as if a token had been rejected at 0.8 nats.
         functions: steps to replace by name, each called with the one that it replaces.
     """
-    engine = Engine(
-        lengths,
-        rounds,
-        (verifier,) * 3,
-        stopping=stopping,
-        horizontal_tokens=horizontal_tokens,
-        batch=1,
-        requests=1,
-        vocabulary=VOCABULARY,
-        dtype=torch.float64,
-    )
+    keys = {"stopping": stopping, "horizontal_tokens": horizontal_tokens}
+    engine = exact_engine(lengths, rounds, verifier, **keys)
     chosen = Chosen(engine, **faults)
 
     def one_step(choices: Choices) -> Tokens:
@@ -157,21 +174,13 @@ def bias(
         [draft] = engine.propose(steps)
         if mutate is not None:
             mutate(engine.state, len(draft))
-        accepted, token = chosen.verify(
-            TARGET.rows(tuple(draft), len(draft) + 1),
-            [exact_row(row) for row in engine.state.rows[-1][0, : len(draft)]],
-            draft,
-            VERIFIERS[verifier],
-            len(lengths),
-            PROMPT,
-        )
+        accepted, token = chosen.target_step(TARGET, draft, verifier)
         return (*draft[:accepted], token)
 
     replaced = chosen.functions | {"end_unsure_drafts": step_reference.end_unsure_drafts}
     replaced |= {name: partial(wrap, replaced[name]) for name, wrap in dict(functions).items()}
     with reference_steps(engine, **replaced) as steps:
-        emitted = distribution_of(one_step)
-    return distance(extended(emitted, TARGET, tokens), TARGET.joint(tokens))
+        return deviation(one_step, TARGET, tokens)
 
 
 @pytest.mark.parametrize(

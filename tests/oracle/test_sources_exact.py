@@ -15,9 +15,9 @@ import pytest
 import torch
 from host.test_choice_exact import last_again
 from host.test_drawn_rows_exact import EnumeratedStep
-from oracle.exact import Choices, Table, Tokens, distance, distribution_of, extended
-from oracle.test_program_exact import VERIFIERS, Chosen, proposed
-from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+from oracle.exact import Choices, Table, Tokens, deviation
+from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
+from support.programs import MAX_NUM_REQS, reference_steps
 
 from vllm_hsd.cascade.counters import LevelCounts
 from vllm_hsd.cascade.program import ProgramSources
@@ -64,10 +64,7 @@ class BranchedStep(EnumeratedStep):
                     lookup.prefers_drafter,
                 )
             }
-        self.engine = Engine(
-            (LENGTH,), batch=1, requests=1, vocabulary=vocabulary, dtype=torch.float64, host=True,
-            **searches,
-        )  # fmt: skip
+        self.engine = exact_engine((LENGTH,), vocabulary=vocabulary, host=True, **searches)
         self.chosen, self.slot = Chosen(self.engine), int(self.engine.index[0])
         self.hosted = hosted = HostBranches.__new__(HostBranches)
         hosted.state, hosted.lookup, hosted.longest = self.engine.state, lookup, LENGTH
@@ -130,15 +127,7 @@ def bias(rule, verifier: str, has_model: bool, vocabulary=2, length=3) -> tuple[
         while len(text) < length:
             chain, drawn, branches = step.rows(steps)
             chain, branches = rule(chain, branches)
-            rows = engine.state.rows[0]
-            accepted, token = chosen.verify(
-                target.rows((*chain,), len(chain) + 1, text),
-                proposed(None if rows is None else rows[0], chain, vocabulary, drawn),
-                chain,
-                VERIFIERS[verifier],
-                1,
-                PROMPT + len(text),
-            )
+            accepted, token = chosen.target_step(target, chain, verifier, text, drawn)
             verdict = [*chain[:accepted], token, *[-1] * (LENGTH - accepted)]
             counts = torch.tensor([accepted], dtype=torch.int32)
             found = ChainResult(torch.tensor([verdict]), counts, counts + 1, torch.zeros(1, 3))
@@ -152,8 +141,7 @@ def bias(rule, verifier: str, has_model: bool, vocabulary=2, length=3) -> tuple[
         reference_steps(engine, **chosen.functions) as steps,
         mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
     ):
-        found = distribution_of(generate)
-    return distance(extended(found, target, length), target.joint(length)), won
+        return deviation(generate, target, length), won
 
 
 @pytest.mark.parametrize("rule", [as_chosen, by_hash, against_the_chain])

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 from oracle import sequential
-from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.exact import ArgmaxOf, Choices, Table, Tokens, deviation, distribution_of
 from oracle.test_chain_exact import draft
 from oracle.trees import DRAWS, grow, iid, without_replacement
 
@@ -12,7 +12,7 @@ VERIFIERS = [sequential.traversal, sequential.recursive_rejection]
 
 
 def bias(p, depth: int, program) -> Fraction:
-    return distance(extended(distribution_of(program), p, depth + 1), p.joint(depth + 1))
+    return deviation(program, p, depth + 1)
 
 
 def call(p, q, draw, widths, verify):

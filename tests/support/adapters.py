@@ -11,12 +11,8 @@ RANK = 4
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
-def write_adapter(directory: Path, model: str, seed: int, strength: float = 1.0) -> str:
-    """Write an adapter of a model.
-
-    Args:
-        strength: size of the change to a weight matrix, relative to its standard deviation.
-    """
+def write_adapter(directory: Path, model: str, seed: int) -> str:
+    """Write an adapter, whose changes to weights are as large as their standard deviations."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, weight in load_file(f"{model}/model.safetensors").items():
@@ -25,7 +21,7 @@ def write_adapter(directory: Path, model: str, seed: int, strength: float = 1.0)
             rows, columns = weight.shape
             down = torch.randn(RANK, columns, generator=generator)
             up = torch.randn(rows, RANK, generator=generator)
-            scale = strength * weight.std() / RANK**0.5
+            scale = weight.std() / RANK**0.5
             weights[f"base_model.model.{layer}.lora_A.weight"] = down
             weights[f"base_model.model.{layer}.lora_B.weight"] = up * scale
     directory.mkdir(parents=True)

@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import torch
 from support.table_runner import TableRunner
-from vllm.v1.worker.gpu.input_batch import expand_idx_mapping
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -70,30 +69,10 @@ class AdaptiveTableRunner(TableRunner):
             drafts, drafts + 1, np.arange(self.count + 1, dtype=np.int32) * (longest + 1)
         )
         # vLLM 0.33 adds what the host may know.
-        starts, queries, total, *_ = self.manager.reallocate_drafts(requests, self.slots)
-        width, self.admitted = starts.diff(), starts.diff().long() - 1
-        last = self.states.last_sampled_tokens[self.slots]
-        inside = torch.arange(longest + 1) < width[:, None]
-        committed = self.states.total_len.gpu[self.slots]
-        places = (committed - 1)[:, None] + torch.arange(longest + 1)
-        rows = self.count + total
-        expanded, local = expand_idx_mapping(self.slots, rows, starts, longest + 1)
-        return SimpleNamespace(
-            num_reqs=self.count,
-            input_ids=torch.cat((last, self.drafted), 1)[inside].int(),
-            positions=places[inside].long(),
-            logits_indices=torch.arange(rows),
-            idx_mapping=self.slots,
-            idx_mapping_np=self.slots.numpy(),
-            expanded_idx_mapping=expanded,
-            expanded_local_pos=local,
-            cu_num_logits=starts,
-            cu_num_logits_np=host_starts,
-            query_start_loc=queries[: self.count + 1],
-            seq_lens=(committed + self.admitted).int(),
-            seq_lens_cpu_upper_bound=(committed + longest).int(),
-            num_draft_tokens=total,
-        )
+        starts, queries, *_ = self.manager.reallocate_drafts(requests, self.slots)
+        self.admitted = starts.diff().long() - 1
+        tokens = torch.cat((self.states.last_sampled_tokens[self.slots], self.drafted), 1)
+        return self.batch_of(tokens, starts, host_starts, queries[: self.count + 1])
 
     def propose(self, *num_tokens: torch.Tensor) -> None:
         """As the base's, between what vLLM's runner does for adaptive verification."""

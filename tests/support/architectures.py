@@ -48,13 +48,8 @@ ARCHITECTURES = {
 }
 
 
-def write_models(name: str, directory: Path, spread: float = 3.0) -> tuple[str, str]:
-    """Paths of a random target and of a drafter near it.
-
-    Args:
-        name: key of ARCHITECTURES.
-        spread: standard deviation of the target's logits; of tied embeddings the largest logit.
-    """
+def write_models(name: str, directory: Path) -> tuple[str, str]:
+    """Paths of a random target and of a drafter near it; name: a key of ARCHITECTURES."""
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **ARCHITECTURES[name]})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -63,9 +58,9 @@ def write_models(name: str, directory: Path, spread: float = 3.0) -> tuple[str, 
         if config.tie_word_embeddings:
             # It expects its last token once more, and is not to be sure of it. Gemma's norms
             # multiply by 1 + weight.
-            model.model.norm.weight.fill_(min(spread / logits.amax(-1).mean().item(), 1.0) - 1)
+            model.model.norm.weight.fill_(min(3 / logits.amax(-1).mean().item(), 1.0) - 1)
         else:
-            model.lm_head.weight.mul_(spread / logits.std())
+            model.lm_head.weight.mul_(3 / logits.std())
     target, drafter = directory / "target", directory / "drafter"
     model.save_pretrained(target)
     with torch.no_grad():

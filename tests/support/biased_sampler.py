@@ -52,11 +52,18 @@ def install_drafts_of_other_rows() -> None:
     program.sample_row = sample_row
 
 
-def noise_of_the_next_position() -> None:
+def install_noise_of_the_next_position() -> None:
     """Draw each token of a seeded request with the noise of the token after it."""
     mutants.install(None, "neighbouring noise")
 
 
-def noise_met_twice() -> None:
-    """Draw the token after a whole draft with the noise of the token before it."""
-    mutants.install(None, "noise met twice")
+def install_noise_met_twice() -> None:
+    """Draw two neighbours of a seeded request alike."""
+    from vllm_hsd.host import sampler
+
+    verify = sampler.verify_chain_padded
+
+    def alike(*arguments, positions, **options):
+        return verify(*arguments, positions=positions // 2, **options)
+
+    sampler.verify_chain_padded = alike

@@ -68,74 +68,28 @@ DRAWN = {"draft_sample_method": "probabilistic"}
 def configuration(name: str, family) -> dict:
     stored = any(part in name for part in ("suffix", "sources", "n-grams", "choice"))
     store = texts_of(family) if stored else None
-    suffix = {"min_acceptance": 0.01, "store": store, "shared_tokens": 300}
+    target, mid, small = ({"model": getattr(family, each)} for each in ("target", "mid", "small"))
+    one, two, entropy = {"num_tokens": 1}, {"num_tokens": 2}, {"stopping": "entropy"}
+    ngram, early_exit, eagle3 = {"ngram": {"max": 3}}, {"early_exit": 1}, {"eagle3": head(family)}
+    suffix = {"suffix": {"min_acceptance": 0.01, "store": store, "shared_tokens": 300}}
+    found, of_head = {"sources": [ngram, suffix]}, {"sources": [suffix, eagle3]}
     return {
-        "suffix": cascade([{"suffix": suffix}]),
-        "suffix, model": cascade([{"suffix": suffix, "num_tokens": 2}, {"model": family.mid}]),
-        "sources, model": cascade(
-            [
-                {"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}], "num_tokens": 2},
-                {"model": family.mid},
-            ]
-        ),
-        "choice": cascade(
-            [{"sources": [{"ngram": {"max": 3}}, {"suffix": suffix}, {"model": family.mid}]}]
-        ),
-        "choice, model": cascade(
-            [
-                {"sources": [{"suffix": suffix}, {"early_exit": 1}], "num_tokens": 2},
-                {"model": family.mid},
-            ]
-        ),
-        "choice with a head": cascade(
-            [{"sources": [{"suffix": suffix}, {"eagle3": head(family)}]}]
-        ),
-        "n-gram or head": cascade(
-            [{"sources": [{"ngram": {"max": 1}}, {"eagle3": head(family)}]}], 2
-        ),
-        "head, model": cascade(
-            [{"eagle3": head(family), "num_tokens": 2}, {"model": family.mid}], 5
-        ),
-        "choice with a head, model": cascade(
-            [
-                {"sources": [{"suffix": suffix}, {"eagle3": head(family)}], "num_tokens": 2},
-                {"model": family.mid},
-            ],
-            5,
-        ),
-        "two models": cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
-        "entropy": cascade(
-            [
-                {"model": family.small, "num_tokens": 2, "stopping": "entropy"},
-                {"model": family.mid, "stopping": "entropy"},
-            ]
-        ),
-        "n-grams, model": cascade(
-            [{"ngram_model": store, "order": 3, "num_tokens": 2}, {"model": family.mid}]
-        ),
-        "horizontal": {
-            **cascade([{"model": family.small, "num_tokens": 1}, {"model": family.mid}]),
-            "horizontal_tokens": 2,
-        },
-        "three equal": cascade(
-            [
-                {"model": family.target, "num_tokens": 1},
-                {"model": family.target, "num_tokens": 2},
-                {"model": family.target},
-            ],
-            5,
-        ),
-        "lookup, exit, model": cascade(
-            [
-                {"ngram": {"max": 3}, "num_tokens": 1},
-                {"early_exit": 1, "num_tokens": 2},
-                {"model": family.mid},
-            ],
-            5,
-        ),
-        "embedding, exit": cascade(
-            [{"exit_head": embedding_head(family), "num_tokens": 1}, {"early_exit": 1}]
-        ),
+        "suffix": cascade([suffix]),
+        "suffix, model": cascade([suffix | two, mid]),
+        "sources, model": cascade([found | two, mid]),
+        "choice": cascade([{"sources": [ngram, suffix, mid]}]),
+        "choice, model": cascade([{"sources": [suffix, early_exit]} | two, mid]),
+        "choice with a head": cascade([of_head]),
+        "n-gram or head": cascade([{"sources": [{"ngram": {"max": 1}}, eagle3]}], 2),
+        "head, model": cascade([eagle3 | two, mid], 5),
+        "choice with a head, model": cascade([of_head | two, mid], 5),
+        "two models": cascade([small | one, mid]),
+        "entropy": cascade([small | two | entropy, mid | entropy]),
+        "n-grams, model": cascade([{"ngram_model": store, "order": 3} | two, mid]),
+        "horizontal": cascade([small | one, mid]) | {"horizontal_tokens": 2},
+        "three equal": cascade([target | one, target | two, target], 5),
+        "lookup, exit, model": cascade([ngram | one, early_exit | two, mid], 5),
+        "embedding, exit": cascade([{"exit_head": embedding_head(family)} | one, early_exit]),
         "mtp": cascade([{"mtp": {}}], 2),
         "stock model": stock("draft_model", model=family.small, **DRAWN),
         "stock model, equal": stock("draft_model", model=family.target, **DRAWN),

@@ -10,9 +10,8 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
-import torch
 from support.engines import run_jobs
-from support.hosted_branches import runner_of
+from support.hosted_branches import cached_blocks, largest_difference, runner_of, texts_of
 
 MODULES = "vllm_hsd.cascade.several_drafts", "vllm_hsd.host.drawn_branches"
 
@@ -100,10 +99,8 @@ def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:
     flat_drafts = hosted.flat_drafts
 
     def noted(slots, window, drafts):
-        state, lookup, states = hosted.state, hosted.lookup, runner.req_states
-        lengths = states.total_len.gpu[torch.from_numpy(slots).long()].tolist()
-        for b, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
-            text = states.all_token_ids.gpu[slot, :length].tolist()
+        state, lookup = hosted.state, hosted.lookup
+        for b, text in enumerate(texts_of(runner, slots)):
             rows = [state.draft_tokens[b, : state.draft_length[b]].tolist()]
             for tokens, count in zip(lookup.branches[b], lookup.branch_counts[b], strict=True):
                 rows.append(tokens[:count].tolist())
@@ -129,9 +126,7 @@ def difference_of_caches(llm, work) -> tuple[float, int]:
     flat_drafts = hosted.flat_drafts
 
     def noted(slots, window, drafts):
-        length = int(runner.req_states.total_len.gpu[int(slots[0])])
-        text = runner.req_states.all_token_ids.gpu[int(slots[0]), :length].tolist()
-        found.update(slot=int(slots[0]), text=text)
+        found.update(slot=int(slots[0]), text=texts_of(runner, slots[:1])[0])
         flat_drafts(slots, window, drafts)
 
     hosted.flat_drafts = noted
@@ -144,16 +139,8 @@ def difference_of_caches(llm, work) -> tuple[float, int]:
             _, each = run(llm, (job, None))
         seen += each
         prompt = found["text"] if not kept else prompt
-        size = runner.cache_config.block_size
-        whole = (len(prompt) - LENGTH - 2) // size
-        table = runner.block_tables.block_tables[0].gpu[found["slot"], :whole].long()
-        layers = runner.compilation_config.static_forward_context
-        number = runner.kv_cache_config.num_blocks
-        caches = [
-            layers[name].kv_cache for name in runner.kv_cache_config.kv_cache_groups[0].layer_names
-        ]
-        kept.append([kv.movedim(kv.shape.index(number), 0)[table].clone() for kv in caches])
-    return max(float((a - b).abs().max()) for a, b in zip(*kept, strict=True)), seen["won"]
+        kept.append(cached_blocks(runner, found["slot"], len(prompt) - LENGTH - 2))
+    return largest_difference(kept), seen["won"]
 
 
 def allow_several_to_two() -> None:

@@ -30,18 +30,15 @@ class Oracle:
         texts: prompts with their continuations.
         vocabulary: tokens.
         seed: of the places.
-        chains: whether the chains are such drafts, in place of the levels' own.
     """
 
-    def __init__(
-        self, texts: list[list[int]], vocabulary: int, seed: int, chains: bool = True
-    ) -> None:
-        self.texts, self.vocabulary, self.chains = texts, vocabulary, chains
+    def __init__(self, texts: list[list[int]], vocabulary: int, seed: int) -> None:
+        self.texts, self.vocabulary = texts, vocabulary
         self.random = np.random.default_rng(seed)
 
-    def chain(self, text: list[int], most: int) -> list[int] | None:
-        """A draft of at most `most` tokens; None for the levels'."""
-        return self._draft(text, most) if self.chains else None
+    def chain(self, text: list[int], most: int) -> list[int]:
+        """A draft of at most `most` tokens."""
+        return self._draft(text, most)
 
     def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> list[list[int]]:
         """`rows` more drafts of at most `most` tokens."""
@@ -55,14 +52,21 @@ class Oracle:
         return (draft[:right] + junk)[: int(self.random.integers(0, most + 1))]
 
 
-class Avoiding:
+class AsOffered:
+    """What the levels and their rule offer."""
+
+    def chain(self, text: list[int], most: int) -> None:
+        """The levels' own."""
+
+    def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> Any:
+        """The levels' own."""
+
+
+class Avoiding(AsOffered):
     """Branches that follow from the text, and from the chain's tokens, which they avoid."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
-
-    def chain(self, text: list[int], most: int) -> None:
-        """The levels' own."""
 
     def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> list[list[int]]:
         """Some begin with the chain's first token; all leave it early."""
@@ -75,25 +79,37 @@ class Avoiding:
         return [branch[:most] for branch in found[:rows]]
 
 
-class NoBranches:
+class NoBranches(AsOffered):
     """Chains alone."""
 
-    def chain(self, text: list[int], most: int) -> None:
-        """The levels' own."""
-
     def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> list[list[int]]:
-        """None."""
         return []
 
 
-class AsOffered:
-    """What the levels and their rule offer."""
+def texts_of(runner: Any, slots: np.ndarray) -> list[list[int]]:
+    """Tokens of the requests in some slots of a runner."""
+    states = runner.req_states
+    lengths = states.total_len.gpu[torch.from_numpy(slots).long()].tolist()
+    texts = zip(slots.tolist(), lengths, strict=True)
+    return [states.all_token_ids.gpu[slot, :length].tolist() for slot, length in texts]
 
-    def chain(self, text: list[int], most: int) -> None:
-        """The levels' own."""
 
-    def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> None:
-        """The levels' own."""
+def cached_blocks(runner: Any, slot: int, length: int) -> list[torch.Tensor]:
+    """What the full blocks of a request's first `length` tokens hold, layer by layer."""
+    layers, blocks = runner.compilation_config.static_forward_context, []
+    for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        full = length // runner.block_tables.block_sizes[gid]
+        table = runner.block_tables.block_tables[gid].gpu[slot, :full].long()
+        for name in group.layer_names:
+            cache = layers[name].kv_cache
+            number = cache.shape.index(runner.kv_cache_config.num_blocks)
+            blocks.append(cache.movedim(number, 0)[table].clone())
+    return blocks
+
+
+def largest_difference(caches: list[list[torch.Tensor]]) -> float:
+    """Of two lists of `cached_blocks`."""
+    return max(float((one - other).abs().max()) for one, other in zip(*caches, strict=True))
 
 
 def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, Counter]:
@@ -104,12 +120,10 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
     originals = hosted.flat_drafts, hosted.finish
 
     def flat_drafts(slots, window, drafts):
-        state, lookup, states = hosted.state, hosted.lookup, runner.req_states
-        lengths = states.total_len.gpu[torch.from_numpy(slots).long()].tolist()
-        for b, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+        state, lookup = hosted.state, hosted.lookup
+        for b, text in enumerate(texts_of(runner, slots)):
             most = int(state.requested[0, b])
-            text = states.all_token_ids.gpu[slot, :length].tolist()
-            found.update({"last": (slot, text)})
+            found.update({"last": (int(slots[b]), text)})
             chain = source.chain(text, most) if most else None
             if chain is not None:
                 state.draft_length[b] = len(chain)
@@ -174,19 +188,9 @@ def difference_of_caches(llm, source: Any, none: Any, prompt: list[int], length:
         slot, text = seen["last"]
         if not kept:
             prompt = text
-        layers = runner.compilation_config.static_forward_context
-        blocks = []
-        for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-            full = (len(prompt) - 1) // runner.block_tables.block_sizes[gid]
-            table = runner.block_tables.block_tables[gid].gpu[slot, :full].long()
-            for name in group.layer_names:
-                cache = layers[name].kv_cache
-                number = cache.shape.index(runner.kv_cache_config.num_blocks)
-                blocks.append(cache.movedim(number, 0)[table].clone())
-        kept.append(blocks)
+        kept.append(cached_blocks(runner, slot, len(prompt) - 1))
         won += seen["won"]
-    pairs = zip(*kept, strict=True)
-    return max(float((one - other).abs().max()) for one, other in pairs), won
+    return largest_difference(kept), won
 
 
 def _without(name: str) -> Callable[[Any], Callable[[], None]]:

@@ -69,13 +69,9 @@ def count_bytes() -> Iterator[Counter]:
         counts["launches"] += 1
         return call(self, *args, **kwargs)
 
-    operations = {
-        "create_masked_load": load,
-        "create_masked_store": store,
-        "create_atomic_rmw": atomic,
-    }
     with (
-        mock.patch.multiple(builder, **operations),
+        mock.patch.multiple(builder, create_masked_load=load, create_masked_store=store),
+        mock.patch.object(builder, "create_atomic_rmw", atomic),
         mock.patch.object(executor, "__call__", launch),
     ):
         yield counts

@@ -161,11 +161,7 @@ def _in_place_of_run(run: Any, capability: int) -> Iterator[None]:
 
 def spills_in_loops(build: Build) -> int:
     """Loads from and stores to the stack within the innermost loops of a kernel's machine code."""
-    with tempfile.TemporaryDirectory() as directory:
-        cubin = Path(directory, "cubin")
-        cubin.write_bytes(build.compiled.asm["cubin"])
-        dump = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
-        text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    text = _dumped(build, "-sass")
     code = [
         (int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);", text)
     ]
@@ -186,27 +182,27 @@ def usage(build: Build) -> Usage:
     Raises:
         RuntimeError: it cannot be read.
     """
-    compiled = build.compiled
-    ptx = compiled.asm["ptx"]
-    with tempfile.TemporaryDirectory() as directory:
-        cubin = Path(directory, "cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        report = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin],
-            capture_output=True,
-            text=True,
-        ).stdout
+    ptx, report = build.compiled.asm["ptx"], _dumped(build, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     if found is None:
         raise RuntimeError(f"{build.name}: no registers in {report!r}.")
     return Usage(
         int(found.group(1)),
         int(found.group(2)),
-        compiled.metadata.shared,
+        build.compiled.metadata.shared,
         len(_NARROW_LOAD.findall(ptx)),
         _widest("ld", ptx),
         _widest("st", ptx),
     )
+
+
+def _dumped(build: Build, what: str) -> str:
+    """What cuobjdump prints of a kernel."""
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory, "cubin")
+        cubin.write_bytes(build.compiled.asm["cubin"])
+        dump = [triton.knobs.nvidia.cuobjdump.path, what, cubin]
+        return subprocess.run(dump, capture_output=True, text=True, check=True).stdout
 
 
 def _widest(instruction: str, ptx: str) -> int:

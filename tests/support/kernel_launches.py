@@ -7,6 +7,7 @@ the host, or has a shape or a branch that depends on one, raises.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -24,7 +25,7 @@ from vllm_hsd.cascade.ngram_rows import NgramRows, Runs
 from vllm_hsd.cascade.prediction_lookup import PredictionLookup
 from vllm_hsd.cascade.program import Program, ProgramSources
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState, row_dtypes
-from vllm_hsd.cascade.schedule import compile_schedule
+from vllm_hsd.cascade.schedule import Schedule, compile_schedule
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_order import OrderedTexts
@@ -100,11 +101,7 @@ class Cascade:
 
     def launch(self) -> None:
         """Launch what a step does: the proposal and the target's verification of it."""
-        kinds = ["model"] * len(self.lengths)
-        kinds[0] = self.lowest
-        if self.chooses:
-            kinds[0] = "model"
-        lookup = kinds[0] != "model"
+        lookup = self.lowest != "model" and not self.chooses
         compiled = partial(
             compile_schedule,
             lookup=lookup,
@@ -123,7 +120,7 @@ class Cascade:
         )
         thresholds = None
         if self.unsure:
-            stopping = [k in self.unsure for k in range(len(kinds))]
+            stopping = [k in self.unsure for k in range(len(self.lengths))]
             thresholds = DeviceThresholds(stopping, state)
             batch = {"index": _empty(_BATCH), "num_sampled": _empty(_BATCH)}
             observe_target(thresholds, state, **batch, num_rejected=_empty(_BATCH))
@@ -132,21 +129,9 @@ class Cascade:
             state = state.shortened(schedule)
         bucket = state.bucket(min(self.capacity, 8))
         text = _empty(self.slots, self.max_model_len)
-        cascade_steps.stage(
-            bucket,
-            schedule,
-            index=_empty(_BATCH),
-            text=text,
-            length=_empty(self.slots),
-            num_sampled=_empty(_BATCH),
-            temperature=_floats(self.slots),
-            **_filters(self.slots)._asdict(),
-            seeds=_longs(self.slots),
-            most_drafted=_empty(self.slots),
-            scales=_floats(len(self.lengths)),
-            max_model_len=self.max_model_len,
-        )
-        levels: list[Any] = [_Level(self, k in self.exits) for k in range(len(self.lengths))]
+        _stage(bucket, schedule, text)
+        numbers = range(len(self.lengths))
+        levels: list[Any] = [_Level(self.vocab_size, k in self.exits) for k in numbers]
         for k in self.counted:
             levels[k] = self._ngram_rows()
             levels[k].text = text
@@ -160,8 +145,7 @@ class Cascade:
         )
         if self.head:
             levels[0] = _Head(self, schedule, groups, text)
-        verifiers = ["none" if k in self.unverified else self.method for k in range(len(levels))]
-        scheduled = schedule, levels, verifiers, groups, self.max_model_len
+        scheduled = schedule, levels, self._verifiers, groups, self.max_model_len
         Program(*scheduled, thresholds, sources).run(bucket)
         # The target verifies as many tokens as the longest drafts have.
         rows = state.rows[-1]
@@ -172,11 +156,15 @@ class Cascade:
         }
         self.verify(rows, self.lengths[-1], drafts)
 
+    @property
+    def _verifiers(self) -> list[str]:
+        numbers = range(len(self.lengths))
+        return ["none" if k in self.unverified else self.method for k in numbers]
+
     def _dtypes(self, lookup: bool) -> list[torch.dtype | None]:
         kinds = ["counts" if k in self.counted else "model" for k in range(len(self.lengths))]
         kinds[0] = "lookup" if lookup else kinds[0]
-        verifiers = ["none" if k in self.unverified else self.method for k in range(len(kinds))]
-        return row_dtypes(kinds, verifiers, self.horizontal_tokens, self.dtype)
+        return row_dtypes(kinds, self._verifiers, self.horizontal_tokens, self.dtype)
 
     @property
     def _texts(self) -> OrderedTexts:
@@ -212,21 +200,17 @@ class Cascade:
 
     def verify(self, rows: torch.Tensor | None, longest: int, drafts: dict) -> None:
         """Launch the target's verification of drafts, and of none."""
-        cases = [(longest, rows), (0, None)]
-        # The model's own logits; those of a padded head; with all sampling parameters applied.
-        padded = -(-self.vocab_size // 64) * 64
-        for dtype, width in ((self.dtype, self.vocab_size), (self.dtype, padded), (None, padded)):
-            for most, logits in cases:
-                count = _BATCH * (most + 1)
-                target = _empty(count, width, dtype=dtype or torch.float32)[:, : self.vocab_size]
+        for most, logits in ((longest, rows), (0, None)):
+            count = _BATCH * (most + 1)
+            for target, is_own in _targets(count, self.vocab_size, self.dtype):
                 temperature = _floats(self.slots)
                 thresholds: list[torch.Tensor | None] = [None]
-                if dtype:
+                if is_own:
                     filters, index = _filters(self.slots), _longs(count)
                     thresholds.append(row_thresholds(target, temperature, filters, index=index))
                 for values in thresholds:
                     verify_chain_padded(
-                        target if dtype else target.contiguous(),
+                        target if is_own else target.contiguous(),
                         logits,
                         _empty(count) if most else _longs(count),
                         _empty(_BATCH + 1),
@@ -247,19 +231,19 @@ class Cascade:
 class _Level:
     """Logits of a level that computes nothing."""
 
-    def __init__(self, cascade: Cascade, in_target_cache: bool) -> None:
-        self.cascade, self.in_target_cache = cascade, in_target_cache
+    def __init__(self, vocab_size: int, in_target_cache: bool = False) -> None:
+        self.vocab_size, self.in_target_cache = vocab_size, in_target_cache
 
     def forward(self, state, op, num_logits: int) -> torch.Tensor:
         dtype = state.rows[op.level].dtype
-        return _empty(state.batch * num_logits, self.cascade.vocab_size, dtype=dtype)
+        return _empty(state.batch * num_logits, self.vocab_size, dtype=dtype)
 
 
 class _Head(_Level):
     """A head that has read a step of the target."""
 
     def __init__(self, cascade: Cascade, schedule, groups: KVGroups, text: torch.Tensor) -> None:
-        super().__init__(cascade, in_target_cache=False)
+        super().__init__(cascade.vocab_size)
         self.scheduled = schedule, groups, cascade.max_model_len
         length = schedule.num_speculative_tokens + 1
         self.inputs = HeadInputs.allocate(
@@ -450,31 +434,14 @@ class SeveralDrafts:
         )
         kept = several_drafts.SeveralDrafts.allocate(state, self.rows, [2, 4, 8], most=4)
         bucket = state.bucket(4)
-        cascade_steps.stage(
-            bucket,
-            schedule,
-            index=_empty(_BATCH),
-            text=_empty(_SLOTS, _LONGEST),
-            length=_empty(_SLOTS),
-            num_sampled=_empty(_BATCH),
-            temperature=_floats(_SLOTS),
-            **_filters(_SLOTS)._asdict(),
-            seeds=_longs(_SLOTS),
-            most_drafted=_empty(_SLOTS),
-            scales=_floats(1),
-            max_model_len=_LONGEST,
-        )
+        _stage(bucket, schedule, _empty(_SLOTS, _LONGEST))
         groups = KVGroups(_empty(1, dtype=torch.uint64), _longs(1), _empty(1))
         for drawn in (schedule, schedule.with_one_draft()):
-            several_drafts.SeveralDraftsProgram(
-                drawn, [self], ["block"], groups, _LONGEST, kept=kept
-            ).run(bucket)
+            scheduled = drawn, [_Level(self.vocab_size)], ["block"], groups, _LONGEST
+            several_drafts.SeveralDraftsProgram(*scheduled, kept=kept).run(bucket)
         inputs = _BATCH * self.rows * (self.length + 1)
-        padded = -(-self.vocab_size // 64) * 64
-        # The model's own logits; those of a padded head; with all sampling parameters applied.
-        for dtype, width in ((self.dtype, self.vocab_size), (self.dtype, padded), (None, padded)):
-            target = _empty(inputs, width, dtype=dtype or torch.float32)[:, : self.vocab_size]
-            for thresholds in (None, _floats(inputs)) if dtype else (None,):
+        for target, is_own in _targets(inputs, self.vocab_size, self.dtype):
+            for thresholds in (None, _floats(inputs)) if is_own else (None,):
                 chain = bucket.rows[0]
                 assert chain is not None
                 verify_drawn_rows(
@@ -490,11 +457,35 @@ class SeveralDrafts:
                     thresholds=thresholds,
                 )
 
-    in_target_cache = False
 
-    def forward(self, state: ProposalState, op, num_logits: int) -> torch.Tensor:
-        """Logits of a model that computes nothing."""
-        return _empty(state.batch * num_logits, self.vocab_size, dtype=self.dtype)
+def _stage(state: ProposalState, schedule: Schedule, text: torch.Tensor) -> None:
+    """Stage requests of [slots, longest] tokens."""
+    slots, longest = text.shape
+    cascade_steps.stage(
+        state,
+        schedule,
+        index=_empty(_BATCH),
+        text=text,
+        length=_empty(slots),
+        num_sampled=_empty(_BATCH),
+        temperature=_floats(slots),
+        **_filters(slots)._asdict(),
+        seeds=_longs(slots),
+        most_drafted=_empty(slots),
+        scales=_floats(schedule.num_levels),
+        max_model_len=longest,
+    )
+
+
+def _targets(rows: int, vocab_size: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, bool]]:
+    """A target's logits [rows, V], and whether they are the model's own.
+
+    Of the model; of a padded head; with all sampling parameters applied.
+    """
+    padded = -(-vocab_size // 64) * 64
+    for own, width in ((dtype, vocab_size), (dtype, padded), (None, padded)):
+        logits = _empty(rows, width, dtype=own or torch.float32)
+        yield logits[:, :vocab_size], own is not None
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

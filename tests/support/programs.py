@@ -15,7 +15,7 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel
 from support import kernel_reference as reference
 from support import step_reference
-from support.proposal_states import block_tables
+from support.proposal_states import block_tables, schedule_of
 
 from vllm_hsd.cascade import cascade_steps, entropy_stopping
 from vllm_hsd.cascade.counters import LevelCounts
@@ -25,7 +25,7 @@ from vllm_hsd.cascade.level import LevelOptions, StepLevels
 from vllm_hsd.cascade.program import Program, ProgramLookup, ProgramSources
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.ragged import ragged_arange
-from vllm_hsd.cascade.schedule import Schedule, compile_schedule, first_draw
+from vllm_hsd.cascade.schedule import Schedule, first_draw
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.level_caches import LevelCaches
@@ -96,13 +96,10 @@ class Engine:
     """Requests, caches and levels for proposals of one schedule; the target is left to the tests.
 
     Args:
-        lengths, rounds: of the levels; see `compile_schedule`.
-        verifiers: one per level.
-        stopping: one per level.
-        horizontal_tokens: see `compile_schedule`.
+        lengths, rounds, horizontal_tokens: of the levels; see `compile_schedule`.
+        verifiers, stopping: one per level.
         batch: B; requests: how many of these rows are real.
-        vocabulary: V.
-        dtype: of the rows.
+        vocabulary, dtype: of the rows.
         sources: lookups next to the lowest level.
         lookup: what level 0 is in the place of a model; see `program.ProgramLookup`.
         host: run it as a CPU does, see `host.host_program`.
@@ -129,13 +126,9 @@ class Engine:
         drafts: int = 1,
     ) -> None:
         limits = [None, *rounds, *[None] * len(lengths)]
-        plain = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
-        self.schedule: Schedule = compile_schedule(
-            plain,
-            lookup=lookup is not None,
-            chooses=sources is not None,
-            drafts=drafts,
-            horizontal_tokens=horizontal_tokens,
+        kind = {"lookup": lookup is not None, "chooses": sources is not None, "drafts": drafts}
+        self.schedule = schedule_of(
+            *lengths, rounds=rounds, horizontal_tokens=horizontal_tokens, **kind
         )
         self.options = [
             LevelOptions(

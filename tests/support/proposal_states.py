@@ -1,6 +1,7 @@
 """Random states of a proposal, for the kernels between forward passes and their reference."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import fields
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
-from vllm_hsd.cascade.schedule import compile_schedule
+from vllm_hsd.cascade.schedule import Schedule, compile_schedule
 
 VOCABULARY, MAX_MODEL_LEN, MAX_NUM_REQS = 70, 40, 7
 GUARD = -(2**31) + 7
@@ -16,8 +17,11 @@ GUARD = -(2**31) + 7
 LENGTHS = (2, 3, 7)
 
 
-def schedule_of(*lengths, **kind):
-    return compile_schedule([LevelOptions(n) for n in lengths], **kind)
+def schedule_of(*lengths: int, rounds: Sequence[int | None] = (), **kind) -> Schedule:
+    """A compiled cascade; rounds: max_rounds of the levels from the second on."""
+    limits = [None, *rounds, *[None] * len(lengths)]
+    options = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
+    return compile_schedule(options, **kind)
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,8 +56,6 @@ class GuardedState:
     """A `ProposalState` whose tensors are the middle of larger ones, which must not change.
 
     Args:
-        schedule: for which it is allocated.
-        batch: requests.
         lookup: level 0 has no rows.
     """
 
@@ -81,23 +83,15 @@ class GuardedState:
         self.state = state
 
     def _guarded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        # Two-dimensional ones get guards around every row.
-        padding = (2, 2) if tensor.ndim == 1 else (*(0, 0) * (tensor.ndim - 2), 2, 2, 1, 1)
-        if tensor.ndim == 3:
-            padding = (0, 0, 0, 0, 1, 1)
-        shape = [
-            n + sum(padding[2 * (tensor.ndim - 1 - d) : 2 * (tensor.ndim - 1 - d) + 2])
-            for d, n in enumerate(tensor.shape)
-        ]
+        # Before and after each dimension: two-dimensional ones get guards around every row.
+        guards: tuple[int, ...] = {1: (2,), 2: (1, 2), 3: (1, 0, 0)}[tensor.ndim]
         if name == "draft_tokens" or name.startswith("lse"):
-            # Rows that kernels expect to be contiguous.
-            shape = [tensor.shape[0] + 2, tensor.shape[1]]
-            padding = (0, 0, 1, 1)
+            guards = 1, 0  # rows that kernels expect to be contiguous
+        shape = [n + 2 * guard for n, guard in zip(tensor.shape, guards, strict=True)]
         outer = poison(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
         inner = outer
-        for d in range(tensor.ndim):
-            before = padding[2 * (tensor.ndim - 1 - d)]
-            inner = inner.narrow(d, before, tensor.shape[d])
+        for d, guard in enumerate(guards):
+            inner = inner.narrow(d, guard, tensor.shape[d])
         inner.copy_(tensor)
         self.outer[name] = outer
         return inner

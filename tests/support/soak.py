@@ -97,7 +97,6 @@ def soak(
     seconds: float,
     *,
     streams: int = 64,
-    seed: int = 0,
     patience: float = PATIENCE,
     at_least: int = 0,
     priorities: int = 1,
@@ -112,7 +111,7 @@ def soak(
     """
     report = Report()
     watch = _HangWatch(patience, OVERTAKEN_PER_STREAM * streams)
-    plan = _Plan(server, requests, seconds, streams, seed, watch, at_least, priorities, report)
+    plan = _Plan(server, requests, seconds, streams, watch, at_least, priorities, report)
     asyncio.run(_soak(plan))
     return report
 
@@ -165,7 +164,6 @@ class _Plan:
     requests: list[SoakRequest]
     seconds: float
     streams: int
-    seed: int
     watch: _HangWatch
     at_least: int
     priorities: int
@@ -181,7 +179,7 @@ async def _soak(plan: _Plan) -> None:
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def stream(number: int) -> None:
-            draw = random.Random(f"{plan.seed}-{number}")
+            draw = random.Random(f"0-{number}")
             while time.monotonic() - began < plan.seconds or report.sent < plan.at_least:
                 if report.fault_count > 3 * plan.streams or server.process.poll() is not None:
                     return

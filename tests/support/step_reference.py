@@ -32,7 +32,6 @@ def stage(
     max_model_len,
     verified=-1,
 ):
-    """``cascade_steps.stage``."""
     state.row_of_slot.fill_(-1)
     state.num_reqs[0] = len(index)
     top, window = schedule.num_levels - 1, schedule.window
@@ -103,7 +102,6 @@ def place(state, schedule, op, groups, max_model_len, *, committed_too=True, lan
 
 
 def commit_draft(state, op, logits, token_ids, lse, thresholds):
-    """``cascade_steps.commit_draft``."""
     rows = state.rows[0]
     assert rows is not None
     logits = filtered(logits, state.temperature[0], thresholds)
@@ -120,7 +118,6 @@ def commit_draft(state, op, logits, token_ids, lse, thresholds):
 
 
 def commit_verify(state, op, logits, result, thresholds):
-    """``cascade_steps.commit_verify``."""
     k, width = op.level, op.draft_length + 1
     rows = state.rows[k]
     assert rows is not None
@@ -147,7 +144,6 @@ def commit_verify(state, op, logits, result, thresholds):
 
 
 def commit_unverified(state, op, logits, token_ids, lse, thresholds, taken):
-    """``cascade_steps.commit_unverified``."""
     k = op.level
     rows, below = state.rows[k], state.rows[k - 1]
     assert rows is not None
@@ -193,7 +189,6 @@ def lookup_bigram(state, successor):
 
 
 def begin_tail(state, schedule):
-    """``cascade_steps.begin_tail``."""
     for b in range(state.batch):
         drafted = int(state.drafted[-1, b])
         room = schedule.horizontal_tokens if drafted else 0
@@ -203,12 +198,10 @@ def begin_tail(state, schedule):
 
 
 def append_tail(state, schedule):
-    """``cascade_steps.append_tail``."""
     _keep(state, schedule.num_levels - 1, 0)
 
 
 def pass_on(state, level, longest):
-    """``cascade_steps.pass_on``."""
     _keep(state, level, level - 1)
 
 
@@ -290,7 +283,6 @@ def _observe(thresholds, slot, level, b, place):
 
 
 def collect(state, schedule, drafter=-1):
-    """``cascade_steps.collect``."""
     top = schedule.num_levels - 1
     for b in range(state.batch):
         drafted, end = int(state.drafted[top, b]), int(state.end[b])

@@ -109,13 +109,9 @@ def recorded_races() -> Iterator[set[str]]:
             races = launches.pop().races()
             found.update(() if self.fn.__module__.startswith("vllm.") else races)
 
-    operations = {
-        "create_masked_load": load,
-        "create_masked_store": store,
-        "create_atomic_rmw": atomic,
-    }
     with (
-        mock.patch.multiple(builder, **operations),
+        mock.patch.multiple(builder, create_masked_load=load, create_masked_store=store),
+        mock.patch.object(builder, "create_atomic_rmw", atomic),
         mock.patch.object(executor, "__call__", launch),
         # Not of the builder: vLLM's stand-ins for CUDA leave the barriers out.
         mock.patch.object(tl, "debug_barrier", barrier),
