@@ -3,7 +3,7 @@
 import pytest
 from support.adapters import write_adapter
 from support.eagle3_head import write_eagle3_head
-from support.engines import configuration_errors, run_engine
+from support.engines import run_engine
 from support.level_files import cascade
 from support.marks import slow
 
@@ -64,14 +64,3 @@ def test_greedy_texts_equal_those_without_speculation(family, head, jobs, plain,
         assert result["outputs"] == plain[name]
         assert result["counters"]["spec_decode_num_draft_tokens"] > 0
         assert result["counters"]["spec_decode_num_accepted_tokens"] > 0
-
-
-def test_early_exits_are_refused_with_adapters(family, tmp_path):
-    levels = {"early_exit": 1, "num_tokens": 2}, {"model": family.mid}
-    exits = {"model": family.target, **cascade(*levels)}
-    refused, allowed = configuration_errors([{**exits, **LORA}, exits])
-    assert refused == (
-        "UserError: levels[0].early_exit runs layers of the target, which does not work with LoRA "
-        "adapters: remove the level or enable_lora."
-    )
-    assert allowed is None
