@@ -51,11 +51,6 @@ QUANTIZATION_4_BIT = {
 }
 
 
-def write_int8(source: str, directory: Path) -> str:
-    """See `int8_copy`."""
-    return str(int8_copy(source, directory))
-
-
 def write_int4(source: str, directory: Path, stored: str | None) -> str:
     """A copy with 4-bit weights, rounded to nearest.
 
@@ -119,7 +114,7 @@ EXACT = bool({"avx512_vnni", "avx_vnni"} & FLAGS)
 
 @pytest.fixture(scope="module")
 def int8(family, tmp_path_factory) -> str:
-    return write_int8(family.target, tmp_path_factory.mktemp("quantized") / "int8")
+    return str(int8_copy(family.target, tmp_path_factory.mktemp("quantized") / "int8"))
 
 
 def greedy(result: dict) -> list[list[int]]:

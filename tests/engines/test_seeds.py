@@ -1,5 +1,7 @@
 """A seeded request gets the text of vLLM without speculation, whatever is drafted, and however."""
 
+import itertools
+
 import pytest
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
@@ -55,6 +57,7 @@ KINDS = (
     *("sources", "three"),
 )
 FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]
+FAST += [("ngram", "in chunks"), ("draft_model", "whole")]  # under stock drafters
 # A head alone is vLLM's own drafter, which does not adapt.
 SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False) if not a or c != "eagle3"]
 
@@ -130,13 +133,7 @@ STOCK = {
 
 @pytest.mark.parametrize(
     ("method", "shape"),
-    [("ngram", "in chunks"), ("draft_model", "whole")]
-    + [
-        pytest.param(method, shape, marks=pytest.mark.slow)
-        for method in STOCK
-        for shape in SHAPES
-        if (method, shape) not in (("ngram", "in chunks"), ("draft_model", "whole"))
-    ],
+    [pytest.param(*case, marks=marks(case)) for case in itertools.product(STOCK, SHAPES)],
 )
 def test_under_stock_drafters_too(family, files, plain, method, shape):
     keys = {"method": method, "num_speculative_tokens": 4, **STOCK[method](family, files)}

@@ -1,7 +1,6 @@
 """Nothing that a user gave as a secret stands in a log, a message or a file."""
 
 import functools
-import importlib
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,6 @@ def quiet_classes() -> dict[str, bool]:
 
     from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
 
-    importlib.import_module("vllm_hsd.host.spec_config")
     allowed = (SpeculativeConfig.__repr__, CascadeSpeculativeConfig.__repr__)
     found, todo = {}, SpeculativeConfig.__subclasses__()
     while todo:
