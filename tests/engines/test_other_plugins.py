@@ -1,12 +1,12 @@
 """min_p and logit_bias under our verifier, whatever other plugins have wrapped."""
 
 import pytest
+from support.cascades import stock
 from support.engines import ids, run_engine
 from support.level_files import cascade
 from support.other_vllm import FAVORED
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
-HIERARCHICAL = {"rejection_sample_method": "hierarchical"}
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 20}},
     # Only the most likely token is left, so that sampling is greedy.
@@ -28,8 +28,7 @@ def engine(family) -> dict:
 
 
 def stock_drafter(family) -> dict:
-    keys = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
-    return {**engine(family), "speculative_config": {**keys, **HIERARCHICAL}}
+    return {**engine(family), "speculative_config": stock("ngram", prompt_lookup_max=2)}
 
 
 @pytest.mark.parametrize("made", [engine, stock_drafter])

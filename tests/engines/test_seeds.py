@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from support.cascades import DRAWN, stock
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
 
@@ -123,7 +124,6 @@ def test_seeded_texts_are_those_of_vllm_without_speculation(
     assert len({tuple(output[0]["ids"]) for output in unseeded}) == 4
 
 
-DRAWN = {"draft_sample_method": "probabilistic"}
 STOCK = {
     "ngram": lambda family, files: {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": lambda family, files: {"model": family.mid, **DRAWN},
@@ -136,8 +136,7 @@ STOCK = {
     [pytest.param(*case, marks=marks(case)) for case in itertools.product(STOCK, SHAPES)],
 )
 def test_under_stock_drafters_too(family, files, plain, method, shape):
-    keys = {"method": method, "num_speculative_tokens": 4, **STOCK[method](family, files)}
-    speculative = {**keys, "rejection_sample_method": "hierarchical"}
+    speculative = stock(method, **STOCK[method](family, files))
     engine = {"model": family.target, **SHAPES[shape], "speculative_config": speculative}
     results = run_engine(engine, JOBS)
     assert differing(results, plain) == []

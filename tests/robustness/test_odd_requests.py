@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from support.cascades import stock
 from support.engines import run_engine, run_odd_jobs
 from support.level_files import cascade
 from support.marks import slow
@@ -50,14 +51,13 @@ def speculation(name: str, family, directory) -> dict:
         table,
     )
     small, mid = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
-    stock = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     lowest = {"bigram": table, "num_tokens": 2}
     return {
         "two models": cascade(small, mid),
         "bigram, two models, horizontal": cascade(
             lowest, small, mid, num_speculative_tokens=7, horizontal_tokens=2
         ),
-        STOCK: {"speculative_config": {**stock, "rejection_sample_method": "hierarchical"}},
+        STOCK: {"speculative_config": stock("ngram", prompt_lookup_max=3)},
     }[name]
 
 

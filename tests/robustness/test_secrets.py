@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support import neighbours
+from support.cascades import stock
 from support.engines import ENGINE_DEFAULTS, forked, in_process, prepare, run_jobs
 from support.level_files import cascade, every_kind, write_level_files
 from support.openai_server import running_server
@@ -22,12 +23,7 @@ def configurations(family, files) -> dict[str, dict]:
     return {
         "block": {**STOCK, "rejection_sample_method": "block"},
         "hierarchical": {**STOCK, "rejection_sample_method": "hierarchical"},
-        "draft model": {
-            "method": "draft_model",
-            "model": family.mid,
-            "num_speculative_tokens": 4,
-            "rejection_sample_method": "hierarchical",
-        },
+        "draft model": stock("draft_model", model=family.mid),
         "unknown key": {"method": "hsd", "num_speculative_tokens": 4, "lvls": []},
         **{
             kind: cascade(level)["speculative_config"]
