@@ -82,28 +82,19 @@ def reference(small_vocabulary, head) -> Reference:
 
 def configured(name: str, head: str, family) -> dict:
     """{"speculative_config": ...}."""
-    below = {"eagle3": head, "num_tokens": 2}
-    top = {"model": family.mid}
-    return {
-        "model": cascade(below, top, num_speculative_tokens=TOKENS),
-        "model, one round": cascade(below, {**top, "max_rounds": 1}, num_speculative_tokens=3),
-        "two models": cascade(
-            {"eagle3": head, "num_tokens": 1},
-            {"model": family.small, "num_tokens": 3},
-            top,
-            num_speculative_tokens=6,
-        ),
-        "exit": cascade(below, {"early_exit": 1}, num_speculative_tokens=TOKENS),
-        "lookup": cascade(
-            {"sources": [{"ngram": {"max": 3}}, {"eagle3": head}], "num_tokens": 2},
-            top,
-            num_speculative_tokens=TOKENS,
-        ),
-        "horizontal": cascade(
-            {"eagle3": head, "num_tokens": 1}, top, num_speculative_tokens=6, horizontal_tokens=2
-        ),
-        "adaptive": cascade(below, top, num_speculative_tokens=TOKENS, adaptive=True),
+    below, top = {"eagle3": head, "num_tokens": 2}, {"model": family.mid}
+    one, small = {**below, "num_tokens": 1}, {"model": family.small, "num_tokens": 3}
+    lookup = {"sources": [{"ngram": {"max": 3}}, {"eagle3": head}], "num_tokens": 2}
+    levels, keys = {
+        "model": ([below, top], {}),
+        "model, one round": ([below, {**top, "max_rounds": 1}], {"num_speculative_tokens": 3}),
+        "two models": ([one, small, top], {}),
+        "exit": ([below, {"early_exit": 1}], {}),
+        "lookup": ([lookup, top], {}),
+        "horizontal": ([one, top], {"horizontal_tokens": 2}),
+        "adaptive": ([below, top], {"adaptive": True}),
     }[name]
+    return cascade(*levels, **{"num_speculative_tokens": TOKENS, **keys})
 
 
 def served(

@@ -10,18 +10,13 @@ from support.marks import slow
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(9)]
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
+NGRAM = {"ngram": {"max": 3}}
 CASCADES = {
-    "small > mid": lambda family, head: [
-        {"model": family.small, "num_tokens": 2},
-        {"model": family.mid},
-    ],
-    "ngram": lambda family, head: [{"ngram": {"max": 3}}],
-    "ngram > mid": lambda family, head: [
-        {"ngram": {"max": 3}, "num_tokens": 3},
-        {"model": family.mid},
-    ],
+    "small > mid": lambda f, head: [{"model": f.small, "num_tokens": 2}, {"model": f.mid}],
+    "ngram": lambda f, head: [NGRAM],
+    "ngram > mid": lambda f, head: [{**NGRAM, "num_tokens": 3}, {"model": f.mid}],
     # It has no embedding of its own, and shares the target's.
-    "eagle3": lambda family, head: [{"eagle3": head}],
+    "eagle3": lambda f, head: [{"eagle3": head}],
 }
 
 
