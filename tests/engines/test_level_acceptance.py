@@ -7,15 +7,12 @@ from support.level_files import cascade
 from vllm_hsd.tools.cli.main import main
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
-SAMPLED = {
-    "prompts": PROMPTS,
-    "params": {"temperature": 1, "max_tokens": 40, "ignore_eos": True},
-}
+SAMPLED = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}
 
 
 def acceptance_rates(model: str, *levels: dict, repeat: int = 1, **keys) -> list[float]:
     """Accepted share of each level's drafts at temperature 1."""
-    job = SAMPLED | {"prompts": PROMPTS * repeat}
+    job = {"prompts": PROMPTS * repeat, "params": SAMPLED}
     result = run_engine({"model": model, **cascade(*levels, **keys)}, {"sampled": job})
     return [level["accepted"] / level["drafted"] for level in result["sampled"]["levels"]]
 

@@ -77,10 +77,7 @@ MODES: dict[str, dict] = {
     "one request at a time": {"max-num-seqs": 1},
     "256 requests at a time": {"max-num-seqs": 256, "max-num-batched-tokens": 2048},
     "requests with priorities": {"scheduling-policy": "priority"},
-    "20 blocks, 512 tokens a step": {
-        "num-gpu-blocks-override": 20,
-        "max-num-batched-tokens": 512,
-    },
+    "20 blocks, 512 tokens a step": {"num-gpu-blocks-override": 20, "max-num-batched-tokens": 512},
     "without a prefix cache": {"no-enable-prefix-caching": True},
     "two ranks": {"tensor-parallel-size": 2},
 }
