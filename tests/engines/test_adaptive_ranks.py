@@ -25,19 +25,10 @@ def cascades(family) -> dict[str, list[dict]]:
 @pytest.mark.parametrize("kind", ["sources", "lookup", "levels"])
 def test_ranks_whose_clocks_disagree_draft_alike(kind, family, tmp_path):
     plain = run_engine({"model": family.target}, {"greedy": JOBS["greedy"]})
-    results = run_engine(
-        {
-            "model": family.target,
-            "tensor_parallel_size": 2,
-            "worker_extension_cls": "support.clocks.Worker",
-            **cascade(*cascades(family)[kind], adaptive=True),
-        },
-        JOBS,
-        env={
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            clocks.DIRECTORY: str(tmp_path),
-        },
-    )
+    engine = {"model": family.target, "worker_extension_cls": "support.clocks.Worker"}
+    engine |= {"tensor_parallel_size": 2, **cascade(*cascades(family)[kind], adaptive=True)}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", clocks.DIRECTORY: str(tmp_path)}
+    results = run_engine(engine, JOBS, env=env)
     assert results["greedy"]["outputs"] == plain["greedy"]["outputs"]
     first, second = clocks.read(tmp_path, "agreed")
     assert first == second and len(first) > 20

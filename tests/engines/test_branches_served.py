@@ -103,16 +103,8 @@ def test_tensor_parallel_ranks(family, tmp_path):
     sources = [{"ngram": {"max": 1}}, {"suffix": {"store": store, "min_acceptance": 0.01}}]
     arguments = {"tensor_parallel_size": 2, "max_num_seqs": 36}
     levels = cascade({"sources": sources, "branches": 4})
-    result = run_engine(
-        {
-            "model": family.target,
-            **BASE,
-            **arguments,
-            **levels,
-        },
-        jobs,
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    )["text"]
+    engine = {"model": family.target, **BASE, **arguments, **levels}
+    result = run_engine(engine, jobs, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})["text"]
     assert result["outputs"] == plain["outputs"]
     counters = result["counters"]
     listed = counters["spec_decode_num_draft_tokens"] / counters["spec_decode_num_drafts"]

@@ -128,15 +128,6 @@ CROWDED_JOBS = {
     },
 }
 
-# Of which some begin as others did for which the level drafted nothing, and read nothing.
-HITS = {
-    "first": {"prompts": [SHARED[:40], LONG[1]], "params": {**GREEDY, "max_tokens": 1}},
-    "again": {
-        "prompts": [[*SHARED[:33], i] for i in range(4)] * 3,
-        "params": {**GREEDY, "max_tokens": 20},
-    },
-}
-
 
 @pytest.fixture(scope="module")
 def crowded_plain(family):
@@ -353,23 +344,6 @@ def test_levels_that_draft_now_and_then_lose_nothing(name, forced, family, crowd
     assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
     accepted = results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
     assert accepted > 0 or not forced
-
-
-@pytest.mark.parametrize("patch", ["install", *slow("install_and_forget_holes")])
-def test_levels_know_what_they_have_missed(patch, family):
-    """The target as its own drafter: all is accepted, after steps without it and prefix hits.
-
-    With a negative control: a level takes the target's prefix hits for its own.
-    """
-    speculative = {**cascade([{"model": family.target}]), "adaptive": True}
-    found = run_engine(
-        {"model": family.target, **CROWDED, "speculative_config": speculative},
-        HITS,
-        patch=f"support.adversarial_depth:{patch}",
-    )
-    (level,) = found["again"]["levels"]
-    assert level["drafted"] > 10 and found["again"]["counters"]["prefix_cache_hits"] > 0
-    assert (level["accepted"] == level["drafted"]) == (patch == "install")
 
 
 def remembering(llm, jobs: dict) -> dict:

@@ -2,18 +2,17 @@
 
 import pytest
 from support.cascades import cascade, configuration, target_of
-from support.engines import run_engine
+from support.engines import ids, run_engine
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 PROMPT = [2, 3, 0, 1]
 
 
 def p_values(
     target: str,
     speculative_config: dict,
-    prompt: list[int],
     cases: dict[str, dict],
-    *,
     count: int = 300,
     patch: str | None = None,
 ) -> dict[str, float]:
@@ -25,7 +24,7 @@ def p_values(
     """
     jobs = {
         case: {
-            "prompts": [prompt] * count,
+            "prompts": [PROMPT] * count,
             "params": {"max_tokens": 4, "ignore_eos": True, **params},
         }
         for case, params in cases.items()
@@ -34,33 +33,17 @@ def p_values(
     engine = {"model": target, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
     engine["speculative_config"] = speculative_config
     results = run_engine(engine, jobs, patch=patch)
-    return {
+    found = {
         case: chi_square_p_value(
-            [tuple(output[0]["ids"][:3]) for output in results[case]["outputs"]],
-            joint_distribution(target, prompt, 3, params),
+            [tuple(text[:3]) for text in ids(results[case])],
+            joint_distribution(target, PROMPT, 3, params),
         )
         for case, params in cases.items()
     }
-
-
-def check_samples(target: str, speculative_config: dict, prompt: list[int]) -> None:
-    """Sampled text follows the target."""
-    cases = {"temperature 1": {}, "top_p": {"top_p": 0.8}}
-    found = p_values(target, speculative_config, prompt, cases)
     print(found)
-    assert min(found.values()) > 1e-6, found
+    return found
 
 
-def check_wrong_rows(target: str, speculative_config: dict, prompt: list[int]) -> None:
-    """Its negative control: wrong rows of the drafts; two tokens to choose from make it sharper."""
-    patch, cases = "benchmarks.gpu.faults:install", {"top_k": {"top_k": 2}}
-    found = p_values(target, speculative_config, prompt, cases, count=600, patch=patch)
-    print(found)
-    assert found["top_k"] < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "name",
     [
@@ -69,12 +52,11 @@ def check_wrong_rows(target: str, speculative_config: dict, prompt: list[int]) -
     ],
 )
 def test_sampled_text_follows_the_target(name, small_vocabulary):
-    config = configuration(name, small_vocabulary)
-    check_samples(target_of(name, small_vocabulary), config, PROMPT)
+    target, config = target_of(name, small_vocabulary), configuration(name, small_vocabulary)
+    found = p_values(target, config, {"temperature 1": {}, "top_p": {"top_p": 0.8}})
+    assert min(found.values()) > 1e-6, found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("patch", "fault"),
     [("install", False), ("install_lowest", False), ("install_lowest_and_keep_rows", True)],
@@ -86,20 +68,18 @@ def test_sampled_text_of_levels_that_draft_now_and_then(patch, fault, small_voca
     params = {"max_tokens": 9, "top_k": 2} if fault else {"max_tokens": 9}
     patch, cases = f"support.adversarial_depth:{patch}", {"": params}
     target = small_vocabulary.target
-    found = p_values(target, speculative, PROMPT, cases, count=2000, patch=patch)[""]
-    print(found)
+    found = p_values(target, speculative, cases, 2000, patch)[""]
     assert found < 1e-6 if fault else found > 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", ["two models", "lookup, exit, model", "stock model", "stock head"])
 def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
-    check_wrong_rows(small_vocabulary.target, configuration(name, small_vocabulary), PROMPT)
+    """The negative control; two tokens to choose from make it sharper."""
+    config, patch = configuration(name, small_vocabulary), "benchmarks.gpu.faults:install"
+    found = p_values(small_vocabulary.target, config, {"top_k": {"top_k": 2}}, 600, patch)
+    assert found["top_k"] < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("fault", [False, True])
 def test_sampled_text_of_a_lookup_or_a_head(fault, small_vocabulary):
     """With a negative control: a lookup's tokens are verified as if the head had drawn them."""
@@ -107,6 +87,5 @@ def test_sampled_text_of_a_lookup_or_a_head(fault, small_vocabulary):
     params, count, patch = {}, 300, "support.forced_choice:install"
     if fault:
         params, count, patch = {"top_k": 2}, 600, f"{patch}_drawn_lookups"
-    found = p_values(target, speculative, PROMPT, {"": params}, count=count, patch=patch)[""]
-    print(found)
+    found = p_values(target, speculative, {"": params}, count, patch)[""]
     assert found < 1e-6 if fault else found > 1e-6

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from support.eagle3_head import write_eagle3_head
 from support.engines import GREEDY, PROMPTS, ids, run_engine, run_jobs
+from support.level_files import cascade
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -47,13 +48,7 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
         "enable_prefix_caching": True,
         "block_size": 32,
         "max_num_seqs": 4,
-        "speculative_config": {
-            "method": "hsd",
-            "adaptive": False,
-            "num_speculative_tokens": 5,
-            "levels": levels,
-            "disable_by_batch_size": 2,
-        },
+        **cascade(*levels, disable_by_batch_size=2),
     }
     sampled = {"max_tokens": GREEDY["max_tokens"], "ignore_eos": True}
     # Below a head vLLM computes the last block of a prefix again.

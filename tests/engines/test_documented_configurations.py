@@ -38,12 +38,9 @@ def _configurations(block: str) -> list[dict]:
         except ValueError:
             position += 1
             continue
-        found += [part for part in (value, value.get("speculative_config")) if _is_one(part)]
+        parts = value, value.get("speculative_config")
+        found += [part for part in parts if isinstance(part, dict) and "method" in part]
     return found
-
-
-def _is_one(value: object) -> bool:
-    return isinstance(value, dict) and "method" in value
 
 
 def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
@@ -69,10 +66,8 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
             level["model"] = models.pop()
         if "eagle3" in level:
             level["eagle3"] = files.eagle3
-        if "ngram_model" in level:
-            level["ngram_model"] = files.store
-        if "bigram" in level:
-            level["bigram"] = files.store
+        for key in level.keys() & {"ngram_model", "bigram"}:
+            level[key] = files.store
         if "early_exit" in level or "exit_head" in level:
             # Exits must be ordered by depth, and the target has two layers.
             layer += 1

@@ -58,16 +58,8 @@ def test_without_vllm_no_engine_item_runs(tmp_path, monkeypatch):
     without_extensions = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     for spec, reason in ((None, "not installed"), (without_extensions, "no compiled extensions")):
         monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        for module in (
-            boot,
-            defaults,
-            engine_distribution,
-            forwards,
-            levels,
-            memory,
-            same_text,
-            soak,
-        ):
+        items = boot, defaults, engine_distribution, forwards, levels, memory, same_text, soak
+        for module in items:
             with pytest.raises(pytest.skip.Exception, match=reason):
                 module.run(Setting("cpu", tmp_path))
 

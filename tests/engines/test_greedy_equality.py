@@ -1,7 +1,7 @@
 """At temperature 0 a cascade's output equals that of no speculation, token for token."""
 
 import pytest
-from support.engines import alike, run_engine
+from support.engines import differing, ids, run_engine
 from support.level_files import cascade
 from support.tiny_models import EOS
 
@@ -101,23 +101,18 @@ def speculated(family, request):
     return request.param, run_engine(engine, JOBS)
 
 
-def finished(result) -> dict[int, dict]:
-    """Request -> its output, without aborted requests."""
-    return {i: out[0] for i, out in enumerate(result["outputs"]) if out and out[0]["finish"]}
-
-
 @pytest.mark.parametrize("job", [job for job in JOBS if job != "aborted"])
 def test_same_tokens_as_without_speculation(plain, speculated, job):
     _, results = speculated
-    expected, got = finished(plain[job]), finished(results[job])
-    compared = range(1, 12, 2) if job == "greedy with sampled" else range(len(expected))
-    for i in compared:
-        assert alike(got[i], expected[i]), f"request {i}"
+    wrong = differing({job: results[job]}, plain)
+    if job == "greedy with sampled":
+        wrong = [(job, i) for job, i in wrong if i % 2]
+    assert wrong == []
 
 
 def test_aborted_requests_change_no_other_output(plain, speculated):
     _, results = speculated
-    whole = [out[0]["ids"] for out in plain["batch 12"]["outputs"]]
+    whole = ids(plain["batch 12"])
     got = [out[0]["ids"] if out else [] for out in results["aborted"]["outputs"]]
     assert any(0 < len(got[i]) < LENGTH for i in JOBS["aborted"]["abort"])
     for i in range(12):
@@ -134,13 +129,14 @@ def test_jobs_reach_the_conditions_they_name(plain, speculated):
         assert results["prefix cache"]["counters"]["prefix_cache_hits"] > 0
         levels = results["batch 12"]["levels"]
         assert all(0.2 < level["accepted"] / level["drafted"] < 0.9 for level in levels)
-    processed = finished(plain["processors"])
-    by_name = {name: [processed[i] for i, (n, _) in enumerate(PROCESSED) if n == name]
-               for name in PROCESSORS}  # fmt: skip
-    assert any(out["stop"] for out in by_name["stop_token_ids"])
-    assert any(len(out["ids"]) < LENGTH for out in by_name["eos"])
-    full = zip(FULL, finished(plain["max_model_len"]).values(), strict=True)
-    assert all(len(prompt) + len(out["ids"]) == 256 for prompt, out in full)
+    processed = [
+        (name, out)
+        for (name, _), [out] in zip(PROCESSED, plain["processors"]["outputs"], strict=True)
+    ]
+    assert any(out["stop"] for name, out in processed if name == "stop_token_ids")
+    assert any(len(out["ids"]) < LENGTH for name, out in processed if name == "eos")
+    full = zip(FULL, ids(plain["max_model_len"]), strict=True)
+    assert all(len(prompt) + len(text) == 256 for prompt, text in full)
 
 
 def test_no_invalid_token_is_drafted(speculated):

@@ -5,23 +5,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.cascades import cascade
 from support.engines import JOBS, SEEDED_JOBS, ids, run_engine
 
 from vllm_hsd.budget.goodput import FORBIDDEN
 from vllm_hsd.host.host_branches import HostBranches
 
 LOOKUPS = [{"ngram": {"min": 1, "max": 3}}, {"suffix": {"min_acceptance": 0.01}}]
-CONFIG = {
-    "method": "hsd",
-    "num_speculative_tokens": 4,
-    "levels": [{"sources": LOOKUPS, "branches": 3}],
-}
 
 
 @pytest.mark.parametrize("patch", [None, "install", "install_free_drafts"])
 def test_text_is_that_of_no_speculation(patch, family, greedy_tokens, seeded_tokens):
     """Whether nothing is cut, everything pays or prices change all the time."""
-    config = {**CONFIG, "adaptive": patch is not None}
+    config = {**cascade([{"sources": LOOKUPS, "branches": 3}]), "adaptive": patch is not None}
     patch = patch and f"support.adversarial_depth:{patch}"
     engine = {"model": family.target, "speculative_config": config, "max_num_seqs": 12}
     engine |= {"max_num_batched_tokens": 256, "max_model_len": 512, "block_size": 32}

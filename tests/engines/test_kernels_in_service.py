@@ -1,10 +1,8 @@
 """Nothing is compiled once a server has started: vLLM's monitor hears of it."""
 
-from pathlib import Path
-
 import pytest
 from support import warm_ups
-from support.eagle3_head import write_eagle3_head
+from support.cascades import cascade, head, stock
 from support.engines import PROMPTS, ids, run_engine
 from support.marks import slow
 
@@ -46,42 +44,15 @@ ENGINE = {
 }
 
 
-def head_of(family) -> str:
-    path = Path(family.target).with_name("head in service")
-    if not path.exists():
-        path.mkdir()
-        write_eagle3_head(family.target, path, trained=True)
-    return str(path)
-
-
 def configurations(family) -> dict[str, dict]:
-    lookup = {"ngram": {"max": 3}}
-    hsd = {"method": "hsd", "num_speculative_tokens": 4, "adaptive": False}
+    suffix, mid = {"suffix": {}}, {"model": family.mid}
     return {
-        "suffix": {**hsd, "levels": [{"suffix": {"min_acceptance": 0.01}}]},
-        "two models": {
-            **hsd,
-            "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
-        },
-        "adaptive": {
-            **hsd,
-            "levels": [{"suffix": {}, "num_tokens": 2}, {"model": family.mid}],
-            "adaptive": True,
-        },
-        "head, model": {
-            **hsd,
-            "levels": [{"eagle3": head_of(family), "num_tokens": 2}, {"model": family.mid}],
-        },
-        "branches": {
-            **hsd,
-            "levels": [{"sources": [lookup, {"suffix": {}}], "branches": 2}],
-        },
-        "stock drafter": {
-            "method": "draft_model",
-            "model": family.mid,
-            "num_speculative_tokens": 3,
-            "rejection_sample_method": "hierarchical",
-        },
+        "suffix": cascade([{"suffix": {"min_acceptance": 0.01}}]),
+        "two models": cascade([{"model": family.small, "num_tokens": 2}, mid]),
+        "adaptive": {**cascade([{**suffix, "num_tokens": 2}, mid]), "adaptive": True},
+        "head, model": cascade([{"eagle3": head(family), "num_tokens": 2}, mid]),
+        "branches": cascade([{"sources": [{"ngram": {"max": 3}}, suffix], "branches": 2}]),
+        "stock drafter": stock("draft_model", **mid, num_speculative_tokens=3),
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from support.engines import run_engine
-from support.level_files import LevelFiles, cascade, write_level_files
+from support.level_files import LevelFiles, cascade, every_kind, write_level_files
 from support.marks import slow
 from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
 
@@ -12,90 +12,73 @@ COMPARED = {name: CASES[name] for name in ("temperature 0.7", "top_p")}
 # Drafts shrink near the end of a request: long enough for the lowest of four levels to draft.
 MAX_TOKENS = 10
 
+LOOKUP, ENDS = {"ngram": {"max": 3}}, {"stopping": "entropy"}
 CASCADES = {
-    "ngram": lambda family, files: cascade(
-        {"ngram": {"max": 3}, "num_tokens": 3},
-        {"model": family.mid},
-    ),
-    "bigram": lambda family, files: cascade(
+    "ngram": lambda f, files: cascade({**LOOKUP, "num_tokens": 3}, {"model": f.mid}),
+    "bigram": lambda f, files: cascade(
         {"bigram": files.store, "num_tokens": 2},
-        {"model": family.small, "num_tokens": 3},
-        {"model": family.mid},
+        {"model": f.small, "num_tokens": 3},
+        {"model": f.mid},
     ),
-    "interleaved": lambda family, files: cascade(
-        {"model": family.small, "num_tokens": 2},
+    "interleaved": lambda f, files: cascade(
+        {"model": f.small, "num_tokens": 2},
         {"exit_head": files.exit_head, "num_tokens": 4, "verifier": "none"},
-        {"model": family.mid, "verifier": "none"},
+        {"model": f.mid, "verifier": "none"},
         num_speculative_tokens=7,
     ),
-    "eagle3": lambda family, files: cascade({"eagle3": files.eagle3}),
-    "eagle3 below a model": lambda family, files: cascade(
-        {"eagle3": files.eagle3, "num_tokens": 2, "stopping": "entropy"},
-        {"model": family.mid},
-        horizontal_tokens=1,
+    "eagle3": lambda f, files: cascade({"eagle3": files.eagle3}),
+    "eagle3 below a model": lambda f, files: cascade(
+        {"eagle3": files.eagle3, "num_tokens": 2, **ENDS}, {"model": f.mid}, horizontal_tokens=1
     ),
-    "early_exit": lambda family, files: cascade({"early_exit": 1}),
-    "two early exits": lambda family, files: cascade(
-        {"early_exit": 1, "num_tokens": 2},
-        {"early_exit": 2},
+    "early_exit": lambda f, files: cascade({"early_exit": 1}),
+    "two early exits": lambda f, files: cascade(
+        {"early_exit": 1, "num_tokens": 2}, {"early_exit": 2}
     ),
-    "exit_head": lambda family, files: cascade({"exit_head": files.exit_head}),
-    "exit_head below an exit": lambda family, files: cascade(
-        {"exit_head": files.exit_head, "num_tokens": 2, "stopping": "entropy"},
+    "exit_head": lambda f, files: cascade({"exit_head": files.exit_head}),
+    "exit_head below an exit": lambda f, files: cascade(
+        {"exit_head": files.exit_head, "num_tokens": 2, **ENDS},
         {"early_exit": 2},
         horizontal_tokens=1,
     ),
-    "exit_head above a model": lambda family, files: cascade(
-        {"model": family.small, "num_tokens": 2},
+    "exit_head above a model": lambda f, files: cascade(
+        {"model": f.small, "num_tokens": 2},
         {"exit_head": files.exit_head, "num_tokens": 4},
-        {"model": family.mid},
+        {"model": f.mid},
     ),
-    "entropy-based stopping": lambda family, files: cascade(
-        {"ngram_model": files.store, "order": 1, "num_tokens": 3, "stopping": "entropy"},
-        {"model": family.small, "num_tokens": 4, "stopping": "entropy"},
-        {"model": family.mid, "stopping": "entropy"},
+    "entropy-based stopping": lambda f, files: cascade(
+        {"ngram_model": files.store, "order": 1, "num_tokens": 3, **ENDS},
+        {"model": f.small, "num_tokens": 4, **ENDS},
+        {"model": f.mid, **ENDS},
     ),
-    "suffix": lambda family, files: cascade({"suffix": {"store": files.store}}),
-    "ngram_model": lambda family, files: cascade({"ngram_model": files.store}),
-    "ngram_model among sources": lambda family, files: cascade(
-        {"sources": [{"ngram": {"max": 3}}, {"ngram_model": files.store}], "num_tokens": 3},
-        {"model": family.mid},
+    "suffix": lambda f, files: cascade({"suffix": {"store": files.store}}),
+    "ngram_model": lambda f, files: cascade({"ngram_model": files.store}),
+    "ngram_model among sources": lambda f, files: cascade(
+        {"sources": [LOOKUP, {"ngram_model": files.store}], "num_tokens": 3}, {"model": f.mid}
     ),
-    "several sources": lambda family, files: cascade(
-        {
-            "sources": [
-                {"ngram": {"max": 3}},
-                {"suffix": {"store": files.store, "shared_tokens": 500}},
-                {"model": family.small},
-            ],
-            "num_tokens": 3,
-        },
-        {"model": family.mid},
+    "several sources": lambda f, files: cascade(
+        {"sources": [LOOKUP, every_kind(f, files)["suffix"], {"model": f.small}], "num_tokens": 3},
+        {"model": f.mid},
     ),
-    "five models from ngram": lambda family, files: cascade(
-        {"ngram": {"max": 3}, "num_tokens": 2},
-        {"exit_head": files.exit_head, "num_tokens": 3, "stopping": "entropy"},
-        {"model": family.small, "num_tokens": 4, "stopping": "entropy", "max_rounds": 2},
-        {"model": family.mid, "stopping": "entropy"},
+    "five models from ngram": lambda f, files: cascade(
+        {**LOOKUP, "num_tokens": 2},
+        {"exit_head": files.exit_head, "num_tokens": 3, **ENDS},
+        {"model": f.small, "num_tokens": 4, **ENDS, "max_rounds": 2},
+        {"model": f.mid, **ENDS},
         num_speculative_tokens=7,
         horizontal_tokens=1,
     ),
-    "five models from pairs": lambda family, files: cascade(
-        {"ngram_model": files.store, "order": 1, "num_tokens": 2, "stopping": "entropy"},
-        {"early_exit": 1, "num_tokens": 3, "stopping": "entropy"},
-        {"model": family.small, "num_tokens": 4, "stopping": "entropy"},
-        {"model": family.mid, "stopping": "entropy"},
+    "five models from pairs": lambda f, files: cascade(
+        {"ngram_model": files.store, "order": 1, "num_tokens": 2, **ENDS},
+        {"early_exit": 1, "num_tokens": 3, **ENDS},
+        {"model": f.small, "num_tokens": 4, **ENDS},
+        {"model": f.mid, **ENDS},
         num_speculative_tokens=7,
         horizontal_tokens=2,
     ),
 }
 # Their levels are also in the others.
-SLOW = (
-    "two early exits",
-    "exit_head below an exit",
-    "exit_head above a model",
-    "five models from pairs",
-)
+SLOW = ("two early exits", "exit_head below an exit", "exit_head above a model")
+SLOW += ("five models from pairs",)
 
 
 @pytest.fixture(scope="module")

@@ -53,13 +53,8 @@ def mode(request) -> str:
 
 @pytest.fixture(scope="module")
 def results(small_vocabulary, mode) -> dict:
-    engine = {
-        "model": small_vocabulary.target,
-        "logprobs_mode": mode,
-        **cascade(
-            {"model": small_vocabulary.small, "num_tokens": 2}, {"model": small_vocabulary.mid}
-        ),
-    }
+    levels = {"model": small_vocabulary.small, "num_tokens": 2}, {"model": small_vocabulary.mid}
+    engine = {"model": small_vocabulary.target, "logprobs_mode": mode, **cascade(*levels)}
     shared = {"max_tokens": 16, "ignore_eos": True, "seed": 3}
     likely = [{**shared, "logprobs": 2, **params} for params in PARAMS]
     listed = [{**shared, **params} for params in LISTED]

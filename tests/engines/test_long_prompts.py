@@ -4,7 +4,6 @@ import pytest
 import torch
 from support.engines import alike, run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
-from support.marks import slow
 from support.tiny_models import Family, build_family, with_sliding_window
 from transformers import AutoModelForCausalLM
 
@@ -118,14 +117,7 @@ def drafted(results: dict, level: int) -> int:
     )
 
 
-FAST = ("models", "eagle3", "sources", "adaptive")
-
-
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] * (name not in FAST)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in CASCADES])
+@pytest.mark.parametrize("name", CASCADES)
 def test_long_prompts(long_family, files, plain, name):
     arguments = CASCADES[name](long_family, files)
     results = run_engine({"model": long_family.target, **ENGINE, **arguments}, JOBS)
@@ -134,7 +126,7 @@ def test_long_prompts(long_family, files, plain, name):
     assert all(drafted(results, i) > 0 for i in range(len(levels)))
 
 
-@pytest.mark.parametrize("place", ["both", *slow("lowest", "top")])
+@pytest.mark.parametrize("place", ["both", "lowest", "top"])
 def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
     small = windowed.small if place != "top" else long_family.small
     mid = windowed.mid if place != "lowest" else long_family.mid
@@ -144,7 +136,7 @@ def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
     assert all(drafted(results, i) > 0 for i in range(2))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "adaptive", *slow("models", "n-grams", "sources")])
+@pytest.mark.parametrize("name", ["eagle3", "adaptive", "models", "n-grams", "sources"])
 def test_prompts_of_embeddings(long_family, files, name):
     """Levels see token ids only, and embeddings have none: poor drafts, the same text."""
     weights = AutoModelForCausalLM.from_pretrained(long_family.target).model.embed_tokens.weight

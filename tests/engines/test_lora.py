@@ -3,25 +3,20 @@
 import pytest
 from support.adapters import write_adapter
 from support.eagle3_head import write_eagle3_head
-from support.engines import configuration_errors, run_engine
+from support.engines import run_engine
 from support.level_files import cascade
 from support.marks import slow
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(9)]
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
+NGRAM = {"ngram": {"max": 3}}
 CASCADES = {
-    "small > mid": lambda family, head: [
-        {"model": family.small, "num_tokens": 2},
-        {"model": family.mid},
-    ],
-    "ngram": lambda family, head: [{"ngram": {"max": 3}}],
-    "ngram > mid": lambda family, head: [
-        {"ngram": {"max": 3}, "num_tokens": 3},
-        {"model": family.mid},
-    ],
+    "small > mid": lambda f, head: [{"model": f.small, "num_tokens": 2}, {"model": f.mid}],
+    "ngram": lambda f, head: [NGRAM],
+    "ngram > mid": lambda f, head: [{**NGRAM, "num_tokens": 3}, {"model": f.mid}],
     # It has no embedding of its own, and shares the target's.
-    "eagle3": lambda family, head: [{"eagle3": head}],
+    "eagle3": lambda f, head: [{"eagle3": head}],
 }
 
 
@@ -64,14 +59,3 @@ def test_greedy_texts_equal_those_without_speculation(family, head, jobs, plain,
         assert result["outputs"] == plain[name]
         assert result["counters"]["spec_decode_num_draft_tokens"] > 0
         assert result["counters"]["spec_decode_num_accepted_tokens"] > 0
-
-
-def test_early_exits_are_refused_with_adapters(family, tmp_path):
-    levels = {"early_exit": 1, "num_tokens": 2}, {"model": family.mid}
-    exits = {"model": family.target, **cascade(*levels)}
-    refused, allowed = configuration_errors([{**exits, **LORA}, exits])
-    assert refused == (
-        "UserError: levels[0].early_exit runs layers of the target, which does not work with LoRA "
-        "adapters: remove the level or enable_lora."
-    )
-    assert allowed is None

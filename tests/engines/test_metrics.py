@@ -75,10 +75,7 @@ LINE = (
 @pytest.mark.parametrize(
     ("counts", "line"),
     [
-        (
-            counted(LEVEL, {}),
-            f"{LINE}; level 1: drafted 0, accepted 0 (nan%), rounds 0, forwards 0",
-        ),
+        (counted(LEVEL, {}), f"{LINE}; {NOTHING}"),
         (counted(LEVEL, NGRAM, MODEL, sources=("n", "m")), f"{LINE}, n 6 of 12, m 0 of 4"),
         (counted(LEVEL, NGRAM, {}, sources=("n", "m")), f"{LINE}, n 6 of 12"),
     ],

@@ -1,12 +1,12 @@
 """min_p and logit_bias under our verifier, whatever other plugins have wrapped."""
 
 import pytest
-from support.engines import run_engine
+from support.cascades import stock
+from support.engines import ids, run_engine
 from support.level_files import cascade
 from support.other_vllm import FAVORED
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(8)]
-HIERARCHICAL = {"rejection_sample_method": "hierarchical"}
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 20}},
     # Only the most likely token is left, so that sampling is greedy.
@@ -28,25 +28,20 @@ def engine(family) -> dict:
 
 
 def stock_drafter(family) -> dict:
-    keys = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
-    return {**engine(family), "speculative_config": {**keys, **HIERARCHICAL}}
+    return {**engine(family), "speculative_config": stock("ngram", prompt_lookup_max=2)}
 
 
 @pytest.mark.parametrize("made", [engine, stock_drafter])
 @pytest.mark.parametrize("patch", ["wrapped_before", "wrapped_after"])
 def test_sampling_parameters_are_applied(family, made, patch):
     results = run_engine(made(family), JOBS, patch=f"support.other_vllm:{patch}")
-    ids = {
-        name: [[sequence["ids"] for sequence in output] for output in result["outputs"]]
-        for name, result in results.items()
-    }
-    assert ids["min_p"] == ids["greedy"]
-    assert ids["logit_bias"] == [[[FAVORED] * 20]] * len(PROMPTS)
-    assert all(len(sequence) == 10 for (sequence,) in ids["min_tokens"])
+    assert ids(results["min_p"]) == ids(results["greedy"])
+    assert ids(results["logit_bias"]) == [[FAVORED] * 20] * len(PROMPTS)
+    assert all(len(text) == 10 for text in ids(results["min_tokens"]))
 
 
 @pytest.mark.parametrize("made", [engine, stock_drafter])
 def test_logits_processors_of_others_are_applied(family, made):
     arguments = {**made(family), "logits_processors": ["support.other_vllm:Favors"]}
     found = run_engine(arguments, {"greedy": JOBS["greedy"]})["greedy"]
-    assert [output[0]["ids"] for output in found["outputs"]] == [[FAVORED] * 20] * len(PROMPTS)
+    assert ids(found) == [[FAVORED] * 20] * len(PROMPTS)

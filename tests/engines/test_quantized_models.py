@@ -12,48 +12,19 @@ from vllm_hsd.tools import system
 
 GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
+WEIGHTS |= {"group_size": GROUP}
 # format -> quantization_config; 4 bits, groups of GROUP inputs.
 QUANTIZATION_4_BIT = {
     "compressed-tensors": {
-        "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "int",
-                    "symmetric": True,
-                    "strategy": "group",
-                    "group_size": GROUP,
-                    "dynamic": False,
-                },
-            }
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
     },
-    "gptq": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "sym": True,
-        "desc_act": False,
-        "lm_head": False,
-    },
-    "awq": {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": GROUP,
-        "zero_point": True,
-        "version": "gemm",
-    },
+    "gptq": {"bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False},
+    "awq": {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
 }
-
-
-def write_int8(source: str, directory: Path) -> str:
-    """See `int8_copy`."""
-    return str(int8_copy(source, directory))
 
 
 def write_int4(source: str, directory: Path, stored: str | None) -> str:
@@ -96,7 +67,7 @@ def write_int4(source: str, directory: Path, stored: str | None) -> str:
             f"{name}.qzeros": packed(zeros),
         }
 
-    described = None if stored is None else QUANTIZATION_4_BIT[stored]
+    described = stored and {"quant_method": stored, **QUANTIZATION_4_BIT[stored]}
     return str(quantized_copy(source, directory, quantized, described))
 
 
@@ -119,7 +90,7 @@ EXACT = bool({"avx512_vnni", "avx_vnni"} & FLAGS)
 
 @pytest.fixture(scope="module")
 def int8(family, tmp_path_factory) -> str:
-    return write_int8(family.target, tmp_path_factory.mktemp("quantized") / "int8")
+    return str(int8_copy(family.target, tmp_path_factory.mktemp("quantized") / "int8"))
 
 
 def greedy(result: dict) -> list[list[int]]:

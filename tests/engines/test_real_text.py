@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from support.cascades import stock
 from support.engines import differing, run_engine
 from support.openai_server import running_server
 
@@ -60,12 +61,7 @@ def jobs() -> dict[str, dict]:
 
 
 NAMES = (
-    "suffix",
-    "sources",
-    "branches",
-    "suffix below a model",
-    "head next to lookups",
-    "adaptive",
+    *("suffix", "sources", "branches", "suffix below a model", "head next to lookups", "adaptive"),
     "stock drafter",
 )
 
@@ -79,12 +75,7 @@ def configurations() -> dict[str, dict]:
         "suffix below a model": fixed({**SUFFIX, "num_tokens": 4}, copy),
         "head next to lookups": fixed({"sources": [SUFFIX, EAGLE3]}, length=4),
         "adaptive": fixed({**SUFFIX, "num_tokens": 4}, copy, adaptive=True),
-        "stock drafter": {
-            "method": "draft_model",
-            **copy,
-            "num_speculative_tokens": 4,
-            "rejection_sample_method": "hierarchical",
-        },
+        "stock drafter": stock("draft_model", **copy),
     }
 
 

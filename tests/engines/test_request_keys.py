@@ -2,6 +2,7 @@
 
 import pytest
 from support.adapters import write_adapter
+from support.cascades import stock
 from support.eagle3_head import write_eagle3_head
 from support.engines import ids, in_process, run_engine, run_jobs
 from support.level_files import cascade
@@ -230,10 +231,9 @@ def test_servers_that_do_not_draft_from_it(family):
     engine = {"model": family.target, **cascade({"ngram": {"max": 3}})}
     lacks, served = run_engine(engine, keys, work=refusals)
     assert "no source of this server drafts from it" in lacks and served == ""
-    config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    config["rejection_sample_method"] = "hierarchical"
-    stock = {"model": family.target, "speculative_config": config}
-    assert all("vLLM's own drafter" in each for each in run_engine(stock, keys, work=refusals))
+    config = stock("ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    engine = {"model": family.target, "speculative_config": config}
+    assert all("vLLM's own drafter" in each for each in run_engine(engine, keys, work=refusals))
 
 
 def openai_fields() -> list:

@@ -1,6 +1,9 @@
 """A seeded request gets the text of vLLM without speculation, whatever is drafted, and however."""
 
+import itertools
+
 import pytest
+from support.cascades import DRAWN, stock
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
 
@@ -55,6 +58,7 @@ KINDS = (
     *("sources", "three"),
 )
 FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]
+FAST += [("ngram", "in chunks"), ("draft_model", "whole")]  # under stock drafters
 # A head alone is vLLM's own drafter, which does not adapt.
 SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False) if not a or c != "eagle3"]
 
@@ -120,7 +124,6 @@ def test_seeded_texts_are_those_of_vllm_without_speculation(
     assert len({tuple(output[0]["ids"]) for output in unseeded}) == 4
 
 
-DRAWN = {"draft_sample_method": "probabilistic"}
 STOCK = {
     "ngram": lambda family, files: {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": lambda family, files: {"model": family.mid, **DRAWN},
@@ -130,17 +133,10 @@ STOCK = {
 
 @pytest.mark.parametrize(
     ("method", "shape"),
-    [("ngram", "in chunks"), ("draft_model", "whole")]
-    + [
-        pytest.param(method, shape, marks=pytest.mark.slow)
-        for method in STOCK
-        for shape in SHAPES
-        if (method, shape) not in (("ngram", "in chunks"), ("draft_model", "whole"))
-    ],
+    [pytest.param(*case, marks=marks(case)) for case in itertools.product(STOCK, SHAPES)],
 )
 def test_under_stock_drafters_too(family, files, plain, method, shape):
-    keys = {"method": method, "num_speculative_tokens": 4, **STOCK[method](family, files)}
-    speculative = {**keys, "rejection_sample_method": "hierarchical"}
+    speculative = stock(method, **STOCK[method](family, files))
     engine = {"model": family.target, **SHAPES[shape], "speculative_config": speculative}
     results = run_engine(engine, JOBS)
     assert differing(results, plain) == []

@@ -1,6 +1,7 @@
 """With `adaptive`, levels read the steps in which nothing pays by CUDA graphs (stand-ins here)."""
 
 import pytest
+from support.cascades import cascade
 from support.engines import PROMPTS, run_engine
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
@@ -10,8 +11,7 @@ JOB = {"prompts": PROMPTS, "params": {"temperature": 1, "max_tokens": 60, "ignor
 @pytest.mark.parametrize("patch", ["install", "install_unread"])
 def test_levels_have_read_every_step(patch, family):
     """The target as its own drafter: all is accepted; and a control whose caches have holes."""
-    levels = [{"model": family.target}]
-    config = {"method": "hsd", "num_speculative_tokens": 4, "levels": levels, "adaptive": True}
+    config = {**cascade([{"model": family.target}]), "adaptive": True}
     engine = {"model": family.target, "max_num_seqs": 4, "max_model_len": 128}
     found = run_engine(
         {**engine, "speculative_config": config},
@@ -19,7 +19,6 @@ def test_levels_have_read_every_step(patch, family):
         patch=f"support.steps_without_drafts:{patch}",
     )[""]
     counters = found["counters"]
-    drafted, accepted = (
-        counters[f"spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")
-    )
+    drafted = counters["spec_decode_num_draft_tokens"]
+    accepted = counters["spec_decode_num_accepted_tokens"]
     assert drafted > 50 and (accepted == drafted) == (patch == "install")

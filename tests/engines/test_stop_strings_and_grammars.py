@@ -17,43 +17,25 @@ def structured(**constraint) -> dict:
     return {"structured_outputs": constraint, "max_tokens": 40}
 
 
-JOBS = {
-    "stop strings": {
-        "prompts": PROMPTS,
-        "params": {**GREEDY, "allowed_token_ids": LETTERS, "stop": ["ab", "c", "fe", "dd"]},
-    },
-    "stop strings kept": {
-        "prompts": PROMPTS,
-        "params": {
-            **GREEDY,
-            "allowed_token_ids": LETTERS,
-            "stop": ["ab", "ff"],
-            "include_stop_str_in_output": True,
-            "min_tokens": 5,
-        },
-    },
-    "bad words": {
-        "prompts": PROMPTS,
-        "params": {**GREEDY, "allowed_token_ids": LETTERS, "bad_words": ["a", "bc", "dd"]},
-    },
-    "end of text": {"prompts": PROMPTS, "params": {**GREEDY, "logit_bias": {EOS: 5.0}}},
-    "end of text after min_tokens": {
-        "prompts": PROMPTS,
-        "params": {**GREEDY, "logit_bias": {EOS: 9.0}, "min_tokens": 7},
-    },
-    "choice": {"prompts": PROMPTS, "params": {**structured(choice=CHOICES), "temperature": 0}},
-    "regex": {"prompts": PROMPTS, "params": {**structured(regex=PATTERN), "temperature": 0}},
-    "json": {"prompts": PROMPTS, "params": {**structured(json=SCHEMA), "temperature": 0}},
-    "with and without grammar": {
-        "prompts": PROMPTS,
-        "params": [
-            {**GREEDY, **(structured(regex=PATTERN) if i % 2 else {})} for i in range(len(PROMPTS))
-        ],
-    },
-    "sampled json": {
-        "prompts": PROMPTS * 4,
-        "params": [{**structured(json=SCHEMA), "seed": i} for i in range(4 * len(PROMPTS))],
-    },
+WORDS = {**GREEDY, "allowed_token_ids": LETTERS}
+KEPT = {"include_stop_str_in_output": True, "min_tokens": 5}
+PARAMS = {
+    "stop strings": {**WORDS, "stop": ["ab", "c", "fe", "dd"]},
+    "stop strings kept": {**WORDS, "stop": ["ab", "ff"], **KEPT},
+    "bad words": {**WORDS, "bad_words": ["a", "bc", "dd"]},
+    "end of text": {**GREEDY, "logit_bias": {EOS: 5.0}},
+    "end of text after min_tokens": {**GREEDY, "logit_bias": {EOS: 9.0}, "min_tokens": 7},
+    "choice": {**structured(choice=CHOICES), "temperature": 0},
+    "regex": {**structured(regex=PATTERN), "temperature": 0},
+    "json": {**structured(json=SCHEMA), "temperature": 0},
+    "with and without grammar": [
+        {**GREEDY, **(structured(regex=PATTERN) if i % 2 else {})} for i in range(len(PROMPTS))
+    ],
+}
+JOBS = {name: {"prompts": PROMPTS, "params": params} for name, params in PARAMS.items()}
+JOBS["sampled json"] = {
+    "prompts": PROMPTS * 4,
+    "params": [{**structured(json=SCHEMA), "seed": i} for i in range(4 * len(PROMPTS))],
 }
 TEXT = {
     "skip_tokenizer_init": False,

@@ -25,11 +25,7 @@ OUTCOMES = {
     ],
 }
 PARAMS = {
-    "grammar": {
-        "structured_outputs": {"regex": "[a-d]{3}"},
-        "temperature": 2.0,
-        "max_tokens": 40,
-    },
+    "grammar": {"structured_outputs": {"regex": "[a-d]{3}"}, "temperature": 2.0, "max_tokens": 40},
     "free": {"allowed_token_ids": [*LETTERS[:3], EOS], "temperature": 2.0, "max_tokens": 4},
 }
 

@@ -21,7 +21,7 @@ from support.damage import (
 )
 from support.damaged_bytes import damaged
 from support.eagle3_head import write_eagle3_head
-from support.engines import run_engine
+from support.engines import ids, run_engine
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from support.sampling_cases import SIGNIFICANCE
 
@@ -86,10 +86,6 @@ def plain(small_vocabulary):
 @pytest.fixture(scope="module")
 def expected(small_vocabulary):
     return joint_distribution(small_vocabulary.target, SAMPLED_PROMPT, 4, {})
-
-
-def sampled_outputs(result: dict) -> list[tuple[int, ...]]:
-    return [tuple(output[0]["ids"]) for output in result["outputs"]]
 
 
 def fast_and_slow(fast: tuple, cases: list[tuple]) -> list:
@@ -160,7 +156,8 @@ def test_a_broken_drafter_changes_no_text(
     for job in ("greedy", "prefix hits"):
         assert result[job]["outputs"] == plain[job]["outputs"]
     assert result["mixed"]["outputs"][::2] == plain["mixed"]["outputs"][::2]
-    assert chi_square_p_value(sampled_outputs(result["sampled"]), expected) > SIGNIFICANCE
+    sampled = [tuple(text) for text in ids(result["sampled"])]
+    assert chi_square_p_value(sampled, expected) > SIGNIFICANCE
     warnings = [line for line in record.read_text().splitlines() if "levels[" in line]
     if "NaN" in damage and not is_stock(kind, place):
         assert len(warnings) == 1 and f"levels[{index}]" in warnings[0], warnings
@@ -223,7 +220,7 @@ def test_drafter_with_a_shorter_context(
     )
     for job in ("greedy", "one by one"):
         assert result[job]["outputs"] == plain_long[job]["outputs"]
-    sampled = [ids[2:] for ids in sampled_outputs(result["sampled"])]
+    sampled = [tuple(text[2:]) for text in ids(result["sampled"])]
     assert chi_square_p_value(sampled, expected_at_the_edge) > SIGNIFICANCE
     if not is_stock(kind, place):
         assert result["greedy"]["levels"][index]["drafted"] > 0

@@ -2,40 +2,26 @@
 
 import pytest
 from support import neighbours
+from support.cascades import stock
 from support.engines import differing, run_engine
 from support.level_files import cascade
 from support.marks import slow
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
-HIERARCHICAL = {**NGRAM, "prompt_lookup_min": 1, "rejection_sample_method": "hierarchical"}
-SIZE = 32
-CROWDED = {"block_size": SIZE, "num_gpu_blocks_override": 13}
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 13}
+NGRAM = {"ngram": {"max": 4}}
+BIGRAM = {"bigram": str(neighbours.MODELS / "library.safetensors")}
+MID = {"model": str(neighbours.MODELS / "mid")}
 CONFIGURATIONS = {
-    "lookup": cascade({"ngram": {"max": 4}}, num_speculative_tokens=8, adaptive=False),
-    "adaptive": cascade({"ngram": {"max": 4}}, num_speculative_tokens=8),
-    "branches": cascade(
-        {
-            "sources": [
-                {"ngram": {"max": 4}},
-                {"bigram": str(neighbours.MODELS / "library.safetensors")},
-            ]
-        },
-        num_speculative_tokens=6,
-        adaptive=False,
-    ),
-    "two models": cascade(
-        {"ngram": {"max": 4}, "num_tokens": 4},
-        {"model": str(neighbours.MODELS / "mid")},
-        num_speculative_tokens=7,
-        adaptive=False,
-    ),
-    "stock drafter": {"speculative_config": HIERARCHICAL},
+    "lookup": cascade(NGRAM, num_speculative_tokens=8),
+    "branches": cascade({"sources": [NGRAM, BIGRAM]}, num_speculative_tokens=6),
+    "two models": cascade({**NGRAM, "num_tokens": 4}, MID, num_speculative_tokens=7),
+    "stock drafter": {
+        "speculative_config": stock(
+            "ngram", num_speculative_tokens=8, prompt_lookup_max=4, prompt_lookup_min=1
+        )
+    },
 }
-
-
 JOBS, CROWDED_JOBS = neighbours.jobs(), neighbours.crowded_jobs()
-
-
 ENGINE = {**neighbours.ENGINE, **neighbours.reasoning()}
 
 
@@ -53,11 +39,7 @@ def plain() -> dict:
     return neighbours.without_listed(run_engine(ENGINE, jobs), jobs)
 
 
-SLOW = ("adaptive", "two models", "stock drafter")
-NAMES = [name for name in CONFIGURATIONS if name not in SLOW]
-
-
-@pytest.mark.parametrize("name", [*NAMES, *slow(*SLOW)])
+@pytest.mark.parametrize("name", ["lookup", "branches", *slow("two models", "stock drafter")])
 def test_texts_are_those_of_no_speculation(plain, name):
     found = answers(CONFIGURATIONS[name])
     drafted = sum(result["counters"]["spec_decode_num_draft_tokens"] for result in found.values())

@@ -12,6 +12,7 @@ from support.engines import alike
 from support.odd_requests import LETTERS, VOCABULARY
 from support.openai_server import OpenAIServer, running_server
 
+pytestmark = pytest.mark.slow
 BASE: dict[str, Any] = {
     "model": "tiny",
     "prompt": "def f(",
@@ -112,12 +113,10 @@ def differences(servers, bodies: dict[str, dict | bytes], certain: bool) -> dict
     return found
 
 
-@pytest.mark.slow
 def test_bodies_that_are_no_requests(servers):
     assert differences(servers, RAW, certain=False) == {}
 
 
-@pytest.mark.slow
 def test_junk_in_every_field(servers):
     greedy, sampled = {}, {}
     for change in mutations(MUTATIONS):

@@ -1,11 +1,11 @@
 """Nothing that a user gave as a secret stands in a log, a message or a file."""
 
 import functools
-import importlib
 from pathlib import Path
 
 import pytest
 from support import neighbours
+from support.cascades import stock
 from support.engines import ENGINE_DEFAULTS, forked, in_process, prepare, run_jobs
 from support.level_files import cascade, every_kind, write_level_files
 from support.openai_server import running_server
@@ -23,12 +23,7 @@ def configurations(family, files) -> dict[str, dict]:
     return {
         "block": {**STOCK, "rejection_sample_method": "block"},
         "hierarchical": {**STOCK, "rejection_sample_method": "hierarchical"},
-        "draft model": {
-            "method": "draft_model",
-            "model": family.mid,
-            "num_speculative_tokens": 4,
-            "rejection_sample_method": "hierarchical",
-        },
+        "draft model": stock("draft_model", model=family.mid),
         "unknown key": {"method": "hsd", "num_speculative_tokens": 4, "lvls": []},
         **{
             kind: cascade(level)["speculative_config"]
@@ -71,7 +66,6 @@ def quiet_classes() -> dict[str, bool]:
 
     from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
 
-    importlib.import_module("vllm_hsd.host.spec_config")
     allowed = (SpeculativeConfig.__repr__, CascadeSpeculativeConfig.__repr__)
     found, todo = {}, SpeculativeConfig.__subclasses__()
     while todo:
@@ -135,12 +129,8 @@ def test_a_server_writes_no_secret(tmp_path):
     """But for the line in which vLLM repeats its arguments."""
     key = "marked-api-key"
     arguments = {"hf-token": TOKEN, "api-key": key, "skip-tokenizer-init": False}
-    with running_server(
-        neighbours.ENGINE["model"],
-        tmp_path,
-        STOCK | {"rejection_sample_method": "hierarchical"},
-        arguments,
-    ) as server:
+    model, config = neighbours.ENGINE["model"], stock("ngram", prompt_lookup_max=4)
+    with running_server(model, tmp_path, config, arguments) as server:
         pass
     lines = [line for line in server.log.read_text().splitlines() if not is_vllms(line)]
     assert [line for line in lines if key in line or TOKEN in line] == []

@@ -23,8 +23,7 @@ from support.soak_servers import (
 
 # Twenty minutes unless the environment says otherwise; the other modes take a tenth of it.
 LONG = float(os.environ.get("SOAK_SECONDS", "1200"))
-
-
+pytestmark = pytest.mark.slow
 THINKING = {"reasoning-config": CROWDED["reasoning-config"]}
 
 
@@ -38,7 +37,6 @@ def bigram(tmp_path_factory) -> str:
     return write_table(tmp_path_factory.mktemp("bigram") / "table.npz")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
     """Corrupted and forgotten requests are counted as what they are."""
@@ -50,7 +48,6 @@ def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
     assert report.outcomes["finished"] > 100, str(report)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_server_whose_engine_is_killed_under_load_ends_every_stream(
     text_family, requests, tmp_path
@@ -80,16 +77,12 @@ MODES: dict[str, dict] = {
     "one request at a time": {"max-num-seqs": 1},
     "256 requests at a time": {"max-num-seqs": 256, "max-num-batched-tokens": 2048},
     "requests with priorities": {"scheduling-policy": "priority"},
-    "20 blocks, 512 tokens a step": {
-        "num-gpu-blocks-override": 20,
-        "max-num-batched-tokens": 512,
-    },
+    "20 blocks, 512 tokens a step": {"num-gpu-blocks-override": 20, "max-num-batched-tokens": 512},
     "without a prefix cache": {"no-enable-prefix-caching": True},
     "two ranks": {"tensor-parallel-size": 2},
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LONG + 3600)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_soak_in_other_modes(text_family, bigram, requests, tmp_path, mode):
@@ -118,16 +111,14 @@ def other_cascades(text_family, tmp_path_factory) -> dict[str, dict]:
 
 # Levels and lengths then change in every step, whatever pays.
 FORCED = "forced "
-WITH_SUFFIX = (
+OTHERS = (
     *("suffix", "suffix below a model", "sources", "eagle3 in sources", "adaptive"),
-    FORCED + "adaptive",
+    *(f"{FORCED}adaptive", "eagle3", "eagle3 below a model"),
 )
-WITHOUT_SUFFIX = ("eagle3", "eagle3 below a model")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LONG + 3600)
-@pytest.mark.parametrize("name", [*WITH_SUFFIX, *WITHOUT_SUFFIX])
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path, name):
     config, plugin = other_cascades[name.removeprefix(FORCED)], None
     if name.startswith(FORCED):
@@ -151,7 +142,6 @@ def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path,
     assert all(value > 0 for value in levels.values()), levels
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3 * LONG + 3600)
 @pytest.mark.parametrize("name", ["three levels", "adaptive"])
 def test_a_long_soak_next_to_plain_vllm(

@@ -92,6 +92,7 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
     drafted = [[level["drafted"] > 0 for level in run.levels] for run in (both, one, lowest, again)]
     assert drafted == [[True, True], [False, True], [True, False], [True, True]]
     assert one.levels[0]["forwards"] == lowest.levels[1]["forwards"] == 0
+    assert both.levels[1]["forwards"] > 0 < again.levels[0]["forwards"]
 
 
 def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family, tmp_path):

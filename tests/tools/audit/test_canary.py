@@ -4,22 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from support.stand_in_servers import stand_in
 
 from vllm_hsd.tools.audit.canary import Canary
+from vllm_hsd.tools.audit.quantiles import token_ranges
 from vllm_hsd.tools.cli import main as cli
 
 VOCABULARY, ANSWER = 20, 32
-
-
-def ranges_of(probs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """`quantiles.token_ranges` of tokens with probabilities [n, VOCABULARY]."""
-    found = []
-    for p, token in zip(probs, tokens.tolist(), strict=True):
-        order = (-p).argsort(kind="stable").tolist()
-        above = p[order[: order.index(token)]].sum()
-        found.append((p[token], p[:token].sum(), above, p[p <= p[token]].sum()))
-    return np.array(found)
 
 
 def watched(seed: int, answers: int, wrong: float = 0.0, dtype: str = "float32") -> Canary:
@@ -30,7 +22,8 @@ def watched(seed: int, answers: int, wrong: float = 0.0, dtype: str = "float32")
         tokens = np.array([rng.choice(VOCABULARY, p=p) for p in probs])
         replaced = rng.random(ANSWER) < wrong
         tokens[replaced] = probs[replaced].argmax(1)
-        canary.observe(ranges_of(probs, tokens), [1, *[3] * 10, 1], rng)
+        ranges = token_ranges(torch.from_numpy(probs).log(), torch.from_numpy(tokens))
+        canary.observe(ranges.numpy(), [1, *[3] * 10, 1], rng)
     return canary
 
 

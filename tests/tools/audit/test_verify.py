@@ -3,6 +3,7 @@
 import pkgutil
 
 import pytest
+from support.cascades import cascade
 from support.engines import ENGINE_DEFAULTS, forked
 
 from vllm_hsd.tools.audit import sampled, self_test
@@ -18,22 +19,11 @@ def silent(text: str) -> None:
     """Shows no progress."""
 
 
-def every_kind(family) -> dict:
-    return {
-        "method": "hsd",
-        "adaptive": False,
-        "num_speculative_tokens": 4,
-        "levels": [
-            {"ngram": {"max": 2}, "num_tokens": 2},
-            {"early_exit": 1, "num_tokens": 3},
-            {"model": family.mid},
-        ],
-    }
-
-
 def test_a_cascade_passes(text_family, verify, capsys):
+    below = {"ngram": {"max": 2}, "num_tokens": 2}, {"early_exit": 1, "num_tokens": 3}
+    config = cascade([*below, {"model": text_family.mid}])
     options = ("--temperatures", "0,1", "--tokens", "1024")
-    status, found = verify(text_family.target, every_kind(text_family), *options)
+    status, found = verify(text_family.target, config, *options)
     page = capsys.readouterr().out
     assert status == 0 and found["lossless"]
     assert "PASSED" in page and "equal to no speculation" in page and "place 1" in page

@@ -87,7 +87,7 @@ class FakeEngine:
     wrong: ClassVar[set[int]] = set()
     gap: ClassVar[float] = 0.0
 
-    def __init__(self, index, engines=None):
+    def __init__(self, index, engines):
         self.index, self.engines = index, engines
 
     def call(self, function, places=()):
@@ -95,10 +95,8 @@ class FakeEngine:
         return [self.gap] * len(places)
 
     def generate(self, prompts, sampling_params):
-        round_ = 0
-        if self.engines is not None:
-            round_ = self.engines.answered[self.index] // self.engines.jobs_per_round
-            self.engines.answered[self.index] += 1
+        round_ = self.engines.answered[self.index] // self.engines.jobs_per_round
+        self.engines.answered[self.index] += 1
         if self.broken_in_round.get(self.index) == round_:
             raise UserError("'x' ended early with signal SIGKILL.")
         seconds = self.SECONDS[self.index][round_] * len(prompts)

@@ -78,6 +78,9 @@ def test_records_that_cannot_be_used(tmp_path, capsys, record, message):
     assert not (tmp_path / "store").exists()
 
 
+HEADS = ["exit-heads", "--target", TARGET, "--layers"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -88,18 +91,9 @@ def test_records_that_cannot_be_used(tmp_path, capsys, record, message):
         (["store", "--target", TARGET, "--chats=-1", "CORPUS"], "--chats is -1: it must be 0 to"),
         (["store", "--target", TARGET, "--chats", "2"], "--chats: the target has no chat templ"),
         (["store", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
-        (
-            ["exit-heads", "--target", TARGET, "--layers", "99", "CORPUS"],
-            "layers: 99 is not between 0 and",
-        ),
-        (
-            ["exit-heads", "--target", TARGET, "--layers", "2", "EMPTY"],
-            "the texts have 1 tokens, too few",
-        ),
-        (
-            ["exit-heads", "--target", TARGET, "--layers", "2", "CORPUS", "--steps=0"],
-            "--steps is 0: it must be at least 1",
-        ),
+        ([*HEADS, "99", "CORPUS"], "layers: 99 is not between 0 and"),
+        ([*HEADS, "2", "EMPTY"], "the texts have 1 tokens, too few"),
+        ([*HEADS, "2", "CORPUS", "--steps=0"], "--steps is 0: it must be at least 1"),
     ],
 )
 def test_errors_are_one_line_on_stderr(tmp_path, corpus, capsys, arguments, message):

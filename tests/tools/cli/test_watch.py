@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.parse
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.stand_in_servers import listening
 from vllm.v1.metrics import loggers
 from vllm.v1.spec_decode import metrics as spec_decode_metrics
 
@@ -86,11 +86,8 @@ def test_the_command(capsys):
         def log_message(self, *args):
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with listening(Handler) as url:
         assert main(["watch", f"{url}/v1", "--interval", "0.01", "--count", "2"]) == 0
-        server.shutdown()
     # A view after the other where the output is no terminal.
     out = capsys.readouterr().out
     assert out.count("vllm-hsd watch") == 2 and "suffix" in out
@@ -145,9 +142,8 @@ def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
         def log_message(self, *args):
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Growing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        scrape = f"static_configs: [{{targets: ['127.0.0.1:{server.server_port}']}}]"
+    with listening(Growing) as url:
+        scrape = f"static_configs: [{{targets: ['{url.removeprefix('http://')}']}}]"
         (tmp_path / "prometheus.yml").write_text(
             f"scrape_configs: [{{job_name: vllm, scrape_interval: 1s, {scrape}}}]"
         )
@@ -173,7 +169,6 @@ def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
         finally:
             process.terminate()
             process.wait()
-            server.shutdown()
     assert not missing
 
 

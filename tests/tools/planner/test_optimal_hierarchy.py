@@ -25,30 +25,22 @@ def random_instance(seed, models):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4))
-def test_optimum_equals_brute_force(seed, models, max_tokens):
-    costs, rates = random_instance(seed, models)
-    ((best, cost),) = optimize.solve(paper_instance.paper_graph(costs, rates, max_tokens))
-    ((_, cheapest),) = paper_instance.brute_force(costs, rates, max_tokens)
-    assert cost == pytest.approx(cheapest, rel=1e-12)
-    pairs = [*best.levels, models]
-    chain = [rates[a, b] for a, b in itertools.pairwise(pairs)]
-    closed = closed_forms.cascade_latency(costs[pairs], chain, best.draft_lengths)
-    assert closed == pytest.approx(cost)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(2, 25))
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.integers(1, 25))
 def test_k_best_equal_brute_force(seed, models, max_tokens, k):
     costs, rates = random_instance(seed, models)
     graph = paper_instance.paper_graph(costs, rates, max_tokens)
     found = optimize.solve(graph, k=k)
     expected = paper_instance.brute_force(costs, rates, max_tokens, k=k)
+    assert found[0][1] == pytest.approx(expected[0][1], rel=1e-12)
     assert [c for _, c in found] == pytest.approx([c for _, c in expected], rel=1e-9)
     assert len({selection for selection, _ in found}) == len(found)
     for selection, cost in found:
         of_graph = paper_instance.selection_cost(graph, selection.levels, selection.draft_lengths)
         assert of_graph == pytest.approx(cost)
+        pairs = [*selection.levels, models]
+        chain = [rates[a, b] for a, b in itertools.pairwise(pairs)]
+        closed = closed_forms.cascade_latency(costs[pairs], chain, selection.draft_lengths)
+        assert closed == pytest.approx(cost)
 
 
 @settings(max_examples=20, deadline=None)

@@ -5,10 +5,7 @@ import copy
 import pytest
 import torch
 from support.tiny_models import tiny_llama
-from transformers import (
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import T5Config, T5ForConditionalGeneration
 
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
@@ -35,16 +32,9 @@ def llama():
 
 def t5():
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=16,
-        d_ff=48,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        eos_token_id=None,
-    )
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    ends = {"decoder_start_token_id": 0, "eos_token_id": None}
+    config = T5Config(vocab_size=VOCABULARY, **sizes, **ends)
     model = T5ForConditionalGeneration(config).eval()
     # With random weights, the tied head repeats the last token for ever.
     model.lm_head = torch.nn.Linear(config.d_model, VOCABULARY, bias=False)
@@ -87,16 +77,10 @@ def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:
     }
 
 
-NAMES = [
-    "none",
-    "chain",
-    "cascade",
-    "entropy",
-    "three levels",
-    "three drafts",
-    "top-k tree",
+NAMES = (
+    *("none", "chain", "cascade", "entropy", "three levels", "three drafts", "top-k tree"),
     "tree without replacement",
-]
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
