@@ -16,7 +16,7 @@ import numpy as np
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions, LookupLevel, StepLevels
 from vllm_hsd.tools.reference.batch import DraftBatch, Level
-from vllm_hsd.tools.reference.drafts import DraftStore, room_below
+from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.level_models import LevelModels
 from vllm_hsd.tools.reference.lowest_level import LowestLevel
 from vllm_hsd.tools.reference.stopping import EntropyThresholds
@@ -144,7 +144,8 @@ class Cascade:
         while open_.any() and (most is None or rounds < most):
             active = np.flatnonzero(open_)
             now = slots[active]
-            room = room_below(requested[active], drafts.counts[now])
+            # One place is kept for the token that the level's own verification draws.
+            room = requested[active] - drafts.counts[now] - 1
             room = np.minimum(room, context_length - batch.end[now])
             requested_below = np.minimum(below_length, room)
             below = self._draft(batch, level - 1, now, requested_below)

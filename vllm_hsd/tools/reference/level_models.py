@@ -68,8 +68,6 @@ class LevelModels:
         """Run the level on all that its cache lacks of `slots`, which is then valid to the end.
 
         Args:
-            batch: the requests.
-            level: the level.
             slots: [n] int64.
             num_logits: [n] int64, how many of the last positions are wanted.
 

@@ -24,10 +24,7 @@ def append_own(
     """Add a token of the level's model to each draft.
 
     Args:
-        models: of the cascade.
         drafts: where the token goes.
-        batch: the requests.
-        level: the level.
         slots: [n] int64.
         uniforms: [n] float64, None of greedy requests.
 
@@ -63,10 +60,7 @@ def append_unverified(
 
     Every token keeps the probabilities that it was drawn from, so the next verification is lossless
     (Chen, "An Exploration of Hierarchical Speculative Decoding", Algorithm 2). Nothing follows eos.
-
-    Args:
-        models, drafts, batch, level, slots: see `append_own`.
-        below: has the drafts.
+    Arguments as of `append_own`; `below` has the drafts.
 
     Returns:
         [n] bool, drafts that end here.
@@ -94,8 +88,6 @@ def verify(
     """Verify drafts that end the texts, greedily or by probabilities.
 
     Args:
-        models: of the cascade.
-        batch: the requests.
         level: the level that verifies.
         slots: [n] int64.
         below: has their drafts.
@@ -104,12 +96,11 @@ def verify(
     Returns:
         (token ids [n, longest draft + 1] padded with -1, accepted [n]).
     """
-    counts = below.counts[slots]
     rows = forward.logits if forward.probs is None else forward.probs
-    chain = below.chain_batch(slots, counts, rows, counts, counts)
+    chain = below.chain_batch(slots, rows)
     if forward.probs is None:
         return verify_greedy(chain, models.argmax(forward.logits, level))
-    uniforms = batch.uniforms(slots, counts + 1, level)
+    uniforms = batch.uniforms(slots, chain.lengths + 1, level)
     return verify_batch(chain, models.options[level].verifier, uniforms)
 
 
@@ -128,8 +119,6 @@ def append_verified(
 
     Args:
         drafts: where the kept tokens go.
-        batch: the requests.
-        level: the level that has verified.
         slots, counts: [n] int64 requests and lengths of their drafts.
         verdict, forward: see `verify`.
 
