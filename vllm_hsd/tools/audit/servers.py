@@ -97,18 +97,17 @@ class Server:
 
     def _complete(self, request: tuple[Sequence[int], Any]) -> tuple[list[int], list[int]]:
         """(token ids, tokens of every step) of one answer."""
-        prompt, params = request
+        steps = [new for new in self._steps(*request) if new]
+        if not steps:
+            raise self._odd("no token ids")
+        return [token for step in steps for token in step], list(map(len, steps))
+
+    def _steps(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Iterator[list[int]]:
+        """The token ids of one answer as they come; some may be empty."""
         body = {key: value for key, value in params.items() if value is not None}
         body |= {"prompt": list(prompt), "stream": True, "return_token_ids": True}
-        lengths, token_ids = [], []
         for chunk in self._events("/v1/completions", {**body, "model": self.model}):
-            for choice in chunk["choices"]:
-                if new := choice.get("token_ids"):
-                    token_ids += new
-                    lengths.append(len(new))
-        if not token_ids:
-            raise self._odd("no token ids")
-        return token_ids, lengths
+            yield from (choice.get("token_ids") or [] for choice in chunk["choices"])
 
     def score(
         self,
