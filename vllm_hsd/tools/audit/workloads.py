@@ -14,7 +14,8 @@ from typing import Any
 
 from vllm_hsd.tools.audit import sampled
 from vllm_hsd.tools.audit.load import Load
-from vllm_hsd.tools.audit.sampled import Progress, Setting, Texts
+from vllm_hsd.tools.audit.sampled import Progress, Setting, Texts, under
+from vllm_hsd.tools.audit.seeded import Seeded
 from vllm_hsd.tools.audit.servers import Server
 from vllm_hsd.tools.engine import ADAPTER
 
@@ -274,18 +275,21 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass
 class Found:
-    """Answers to a workload.
+    """Answers to a workload, and what was found of them.
 
     Attributes:
         drawn: answers whose tokens are scored.
         exact: greedy answers and answers with seeds, which are compared.
         met: how often what the workload is for was met; None where it is not counted.
+        compared: `exact` with the text of no speculation; None where there were none, or it has
+            not been compared yet.
     """
 
     name: str
     drawn: Texts
     exact: Texts
     met: int | None
+    compared: Seeded | None = None
 
 
 def run(
@@ -329,7 +333,7 @@ def run(
     before = _counted(engine, workload.met)
     rounds = []
     for turn in range(workload.turns):
-        sampled.generate(engine, texts, max(count, 1), _of(name, progress), **recording)
+        sampled.generate(engine, texts, max(count, 1), under(name, progress), **recording)
         rounds.append(texts)
         if turn + 1 < workload.turns:
             texts = _next_turn(texts, prompts)
@@ -382,10 +386,6 @@ def _repeated(prompt: Sequence[int], length: int) -> list[int]:
     while len(found) < length:
         found += prompt[len(found) % len(prompt) :] or prompt
     return found[:length]
-
-
-def _of(name: str, progress: Progress) -> Progress:
-    return lambda text: progress(f"{name}: {text}")
 
 
 def _counted(engine: Any, counter: str) -> int | None:

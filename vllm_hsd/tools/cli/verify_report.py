@@ -25,12 +25,12 @@ from vllm_hsd.tools.audit.statistics import (
     Check,
     adjusted,
 )
-from vllm_hsd.tools.audit.workloads import STEADY
+from vllm_hsd.tools.audit.workloads import STEADY, Found
 from vllm_hsd.tools.cli import greedy, verify_workloads
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Difference, Results, config_name
 from vllm_hsd.tools.cli.bench_report import environment
 from vllm_hsd.tools.cli.options import columns, rendered
-from vllm_hsd.tools.cli.verify_workloads import Served
+from vllm_hsd.tools.cli.verify_workloads import p_text
 
 ANSWER_TOKENS = 64
 # Exit status where nothing was found and too little was drafted to say more.
@@ -95,7 +95,7 @@ class Outcome:
     untested: list[str]
     equal_drafter: tuple[int, int] | None = None
     seeded: Seeded | None = None
-    served: list[Served] = field(default_factory=list)
+    served: list[Found] = field(default_factory=list)
 
     @property
     def failed_checks(self) -> list[Check]:
@@ -225,7 +225,7 @@ def tables(checks: Sequence[Check], names: Sequence[str]) -> list[RenderableType
             least = check.detectable(significance)
             found = f"{least:.2%}" if math.isfinite(least) else "none"
             verdict = "" if p >= ERROR_PROBABILITY else "FAILS"
-            figures = str(check.num_tokens), f"{check.shift:.2%}", found, _p(p), verdict
+            figures = str(check.num_tokens), f"{check.shift:.2%}", found, p_text(p), verdict
             rows.append((f"  {name}", *figures))
         parts += ["", columns((setting, "tokens", "deviation", "would find", "p", ""), rows)]
     notes = (
@@ -420,10 +420,6 @@ def _place(check: Check) -> str:
     return named.get(check.place, f"place {check.place}")
 
 
-def _p(value: float) -> str:
-    return f"{value:.2g}" if value >= 1e-3 else f"{value:.0e}"
-
-
 def self_test_page(results: Sequence[Result]) -> str:
     """A line per sampler, and the verdict."""
     rows = []
@@ -435,7 +431,7 @@ def self_test_page(results: Sequence[Result]) -> str:
         if result.name in MUTANTS:
             name += f"\n    {MUTANTS[result.name].fault}"
         verdict = "found" if result.failed else "passed"
-        rows.append((name, str(check.num_tokens), f"{check.shift:.2%}", _p(p), verdict))
+        rows.append((name, str(check.num_tokens), f"{check.shift:.2%}", p_text(p), verdict))
     wrong = [result.name for result in results if not result.as_expected]
     end = "SELF-TEST PASSED: the sound sampler passes, and every mutant is found."
     if wrong:

@@ -37,7 +37,7 @@ from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results
 from vllm_hsd.tools.cli.bench_runs import MAX_CPU_CACHE, engine_arguments
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
-from vllm_hsd.tools.cli.verify_workloads import Served, shares
+from vllm_hsd.tools.cli.verify_workloads import shares
 from vllm_hsd.tools.engine import EngineProcess
 
 # Requests of an engine at once, and those of sampled text: in small batches most is drafted.
@@ -337,19 +337,13 @@ def run(verification: Verification) -> Outcome:
             found = greedy.differences(results, prompts)
             gaps_at = engine.gaps if urls else partial(engine.call, greedy.gaps_of_target)
             results.differences = greedy.with_gaps(gaps_at, found)
-        if with_seeds is not None:
-            found_seeded = seeded.compared(engine, with_seeds, LARGEST_GAP[dtype])
-        ranges = [sampled.scored(engine, each, BATCH_SIZE, progress) for each in every]
         bound = LARGEST_GAP[dtype]
-        results_of = [
-            Served(
-                each.name,
-                each.drawn,
-                seeded.compared(engine, each.exact, bound) if each.exact.prompts else None,
-                each.met,
-            )
-            for each in served
-        ]
+        if with_seeds is not None:
+            found_seeded = seeded.compared(engine, with_seeds, bound)
+        ranges = [sampled.scored(engine, each, BATCH_SIZE, progress) for each in every]
+        for own in served:
+            if own.exact.prompts:
+                own.compared = seeded.compared(engine, own.exact, bound)
     checks = [
         check
         for number, (each, own) in enumerate(zip(every, ranges, strict=True))
@@ -366,7 +360,7 @@ def run(verification: Verification) -> Outcome:
         untested,
         _equal_drafter(verification, sides) if verification.equal_drafter else None,
         found_seeded,
-        results_of,
+        served,
     )
 
 
