@@ -21,7 +21,7 @@ import torch
 
 from vllm_hsd.errors import UserError, brief
 from vllm_hsd.tools.audit.directions import marks
-from vllm_hsd.tools.engine import Generation
+from vllm_hsd.tools.engine import Generation, Ids, Params
 from vllm_hsd.tools.planner.prompts import Prompt
 
 # vLLM's default of --max-logprobs.
@@ -71,11 +71,7 @@ class Server:
                 raise
             return self.token_ids(prompt[0]["content"])
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    ) -> Generation:
+    def generate(self, prompts: Ids, sampling_params: Mapping[str, Any] | Params) -> Generation:
         """As `EngineProcess.generate`, without times and counts.
 
         Tokens of steps that the server sends at once count as one step.
@@ -110,11 +106,7 @@ class Server:
             yield from (choice.get("token_ids") or [] for choice in chunk["choices"])
 
     def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        texts: Sequence[Sequence[int]],
-        sampling_params: Sequence[Mapping[str, Any]],
-        rows: Mapping[str, Sequence[np.ndarray]],
+        self, prompts: Ids, texts: Ids, params: Params, rows: Mapping[str, Sequence[np.ndarray]]
     ) -> tuple[list[np.ndarray], list[str]]:
         """As `scorer.score`, by the log-probabilities of this server without speculation.
 
@@ -123,7 +115,7 @@ class Server:
 
         def ranges(i: int) -> np.ndarray:
             likeliest = self._likeliest([*prompts[i], *texts[i]], len(prompts[i]))
-            kept = [kept_probabilities(each, sampling_params[i]) for each in likeliest]
+            kept = [kept_probabilities(each, params[i]) for each in likeliest]
             found = [np.array([token_range(*each) for each in zip(kept, texts[i], strict=True)])]
             for own in rows.values():
                 places = zip(kept, texts[i], own[i], strict=True)
