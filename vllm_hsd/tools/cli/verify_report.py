@@ -140,11 +140,7 @@ class Outcome:
             return reached
         significance = ERROR_PROBABILITY / len(self.checks)
         for name in self.texts.names:
-            own = [
-                each
-                for each in self.checks
-                if (each.setting, each.method, each.place) == (name, "score", "all")
-            ]
+            own = [each for each in self.checks if each.leans and each.setting == name]
             if own and not any(lean.enough(each, significance) for each in own):
                 least = min(each.detectable(significance) for each in own)
                 finds = f"only from {least:.1%} on" if math.isfinite(least) else "not at any size"
@@ -212,7 +208,7 @@ def tables(checks: Sequence[Check], names: Sequence[str]) -> list[RenderableType
         if check.setting not in names:
             continue
         name = check.hypothesis
-        if check.method == "score" and check.place == "all":
+        if check.leans:
             name = f"leans to {check.order}"
         elif check.method == "score" or name == FOLLOWS:
             name = _place(check)
@@ -243,11 +239,7 @@ def lean_sentences(checks: Sequence[Check], names: Sequence[str]) -> list[str]:
     """For every drafter, how much leaning towards it would be found, in its worst named setting."""
     significance = ERROR_PROBABILITY / max(len(checks), 1)
     found = []
-    overall = [
-        check
-        for check in checks
-        if check.setting in names and check.method == "score" and check.place == "all"
-    ]
+    overall = [check for check in checks if check.leans and check.setting in names]
     for name in dict.fromkeys(check.order for check in overall):
         own = [check for check in overall if check.order == name]
         worst = max(own, key=lambda check: check.detectable(significance))

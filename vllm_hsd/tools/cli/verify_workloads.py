@@ -51,7 +51,7 @@ def table(served: Sequence[Found], checks: Sequence[Check]) -> list[RenderableTy
         verdict = "FAILS" if lowest < ERROR_PROBABILITY or bad else ""
         places = _places([c for _, c in own])
         found = max((c.detectable(significance) for c in places), default=math.inf)
-        leaning = [c.detectable(significance) for _, c in own if (c.method, c.place) == _LEANING]
+        leaning = [c.detectable(significance) for _, c in own if c.leans]
         count = each.compared.tokens if each.compared else 0
         figures = (
             str(each.drawn.num_tokens),
@@ -73,9 +73,6 @@ def table(served: Sequence[Found], checks: Sequence[Check]) -> list[RenderableTy
         "the smallest share of wrong ones that is found."
     )
     return [columns(headings, rows), "", notes]
-
-
-_LEANING = "score", "all"
 
 
 def _places(checks: Sequence[Check]) -> list[Check]:
