@@ -229,10 +229,6 @@ class Preempted(Workload):
     at_once = 8
     met = "num_preemptions"
 
-    def _ends(self, facts: Facts) -> tuple[int, int]:
-        """Blocks of a request at its start and at its end."""
-        return 1, -(-(facts.block - self.answer // 2 + self.answer) // facts.block)
-
     def lacks(self, facts: Facts) -> str | None:
         if not facts.local:
             return "a server's cache is its own affair"
@@ -241,8 +237,9 @@ class Preempted(Workload):
         return None
 
     def load(self, facts: Facts) -> Load:
-        first, last = self._ends(facts)
-        room = self.at_once * first + self.at_once * (last - first) // 4
+        # Blocks of a request at its end; it starts with one.
+        last = -(-(facts.block - self.answer // 2 + self.answer) // facts.block)
+        room = self.at_once + self.at_once * (last - 1) // 4
         # One request must fit with its drafts, whatever the others hold.
         return Load(self.at_once, blocks=facts.groups * max(room, last + 2))
 
