@@ -372,21 +372,17 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - began
 
 
-def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
-    """A configuration of the same method and verifier whose only drafter is the target."""
-    kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
-    found = {"num_speculative_tokens": 4, **{key: config[key] for key in kept if key in config}}
-    if config.get("method") == "hsd":
-        return {"method": "hsd", **found, "levels": [{"model": model}], "adaptive": False}
-    soft = {"draft_sample_method": "probabilistic"}
-    return {"method": "draft_model", "model": model, **soft, **found}
-
-
 def _equal_drafter(verification: Verification, sides: Sides) -> tuple[int, int]:
-    """(drafted, accepted) tokens of one batch at most."""
+    """(drafted, accepted) tokens of one batch at most, where the only drafter is the target."""
     comparison = sides.comparison
-    config = equal_drafter_config(comparison.configs[1] or {}, comparison.model)
-    arguments = sides.arguments | {"speculative_config": config}
+    given, model = comparison.configs[1] or {}, comparison.model
+    kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
+    config = {"num_speculative_tokens": 4, **{key: given[key] for key in kept if key in given}}
+    if given.get("method") == "hsd":
+        own: dict[str, Any] = {"method": "hsd", "levels": [{"model": model}], "adaptive": False}
+    else:
+        own = {"method": "draft_model", "model": model, "draft_sample_method": "probabilistic"}
+    arguments = sides.arguments | {"speculative_config": own | config}
     with _loaded(comparison, "equal drafter", arguments) as engine:
         settings = verification.settings or [Setting(1.0)]
         count = min(verification.num_tokens, BATCH_SIZE * ANSWER_TOKENS // len(settings))
