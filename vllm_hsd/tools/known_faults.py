@@ -47,7 +47,6 @@ class Combination:
 
     @classmethod
     def of(cls, config: Any) -> Combination:
-        """Of vLLM's configuration of an engine."""
         from vllm.platforms import current_platform
 
         from vllm_hsd.host.engine_hooks import NeedsHooks

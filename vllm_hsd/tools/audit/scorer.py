@@ -51,7 +51,6 @@ class TextSampler:
         sampler._sample_random, sampler.add_request = self._sample, self._add_request
 
     def remove(self) -> None:
-        """Put the sampler's own methods back."""
         del self.sampler._sample_random, self.sampler.add_request
 
     def _add_request(self, slot: int, sampling_params: Any) -> None:
@@ -211,7 +210,6 @@ def _install(worker: Any, note: Note) -> None:
 
 
 def _remove(worker: Any) -> dict[int, list[np.ndarray]]:
-    """Put the sampler back; what was found."""
     texts = worker.model_runner.vllm_hsd_texts
     texts.remove()
     del worker.model_runner.vllm_hsd_texts

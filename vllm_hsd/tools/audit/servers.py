@@ -58,7 +58,6 @@ class Server:
         self.owner = served.get("owned_by", "")
 
     def version(self) -> str:
-        """Version of its vLLM."""
         return self._read("/version", None, "version")
 
     def token_ids(self, prompt: Prompt) -> list[int]:

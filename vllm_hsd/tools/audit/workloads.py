@@ -395,7 +395,6 @@ def _counted(engine: Any, counter: str) -> int | None:
 
 
 def counter(llm: Any, name: str) -> float:
-    """A counter of vLLM."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return values.get(f"vllm:{name}", 0.0)
 

@@ -152,7 +152,6 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """Exit status of the command."""
         if not self.lossless:
             return 1
         return NOT_ENOUGH if self.too_little_drafted else 0
@@ -341,7 +340,6 @@ def verdict(outcome: Outcome) -> str:
 
 
 def write(outcome: Outcome, path: Path) -> None:
-    """Write verify.json."""
     checks = outcome.checks
     p_values = adjusted([check.p_value for check in checks])
     texts, verification = outcome.texts, outcome.verification

@@ -84,7 +84,6 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def parse(arguments: argparse.Namespace) -> Verification:
-    """What the arguments ask for."""
     servers = _servers(arguments)
     for option in () if servers else ("model", "speculative_config"):
         if not getattr(arguments, option):

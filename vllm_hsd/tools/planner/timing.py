@@ -127,7 +127,6 @@ class Timing:
         return [{**setting, "batch": batch} for batch in self.task.batch_sizes]
 
     def engine_args(self, speculative: bool) -> dict[str, Any]:
-        """Arguments of `vllm.LLM` with or without speculation."""
         task = self.task
         arguments = {
             "model": task.target,

@@ -38,7 +38,6 @@ class DraftStore:
         self.probs: torch.Tensor | None = None
 
     def clear(self, slots: np.ndarray | int) -> None:
-        """Empty the drafts of `slots`."""
         self.counts[slots] = 0
 
     def append(
