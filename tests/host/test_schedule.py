@@ -18,7 +18,6 @@ from vllm_hsd.cascade.schedule import (
     first_draw,
 )
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.reference.drafts import room_below
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ class Request:
 
     def ask_below(self, level: int) -> None:
         for k in range(level - 1, -1, -1):
-            room = max(room_below(self.requested[k + 1], self.drafted[k + 1]), 0)
+            room = max(self.requested[k + 1] - self.drafted[k + 1] - 1, 0)
             self.requested[k] = min(self.schedule.draft_lengths[k], room)
             self.start[k], self.drafted[k] = len(self.text), 0
 

@@ -66,7 +66,7 @@ def generate(
         logits = target.forward(
             tokens, unfinished, cached[-1, unfinished], ends - cached[-1, unfinished], counts + 1
         )
-        chain = drafts.chain_batch(unfinished, counts, logits.softmax(-1), counts, counts)
+        chain = drafts.chain_batch(unfinished, logits.softmax(-1))
         drawn = draw_uniforms(unfinished, counts + 1, len(levels))
         token_ids, accepted = verify_batch(chain, "block", drawn)
         cascade.record_acceptance(unfinished, accepted, thresholds)

@@ -10,7 +10,6 @@ from support.kernel_reference import filtered
 from vllm_hsd.cascade.proposal_state import COUNTS
 from vllm_hsd.cascade.schedule import Draft, Verify, first_draw
 from vllm_hsd.tools.planner.prompt_lookup import propose
-from vllm_hsd.tools.reference.drafts import room_below
 from vllm_hsd.tools.reference.stopping import entropy_nats
 
 
@@ -302,6 +301,6 @@ def _write(state, b, found):
 
 def _request_below(state, lengths, level, b):
     for k in range(level - 1, -1, -1):
-        room = max(room_below(int(state.requested[k + 1, b]), int(state.drafted[k + 1, b])), 0)
+        room = max(int(state.requested[k + 1, b]) - int(state.drafted[k + 1, b]) - 1, 0)
         state.requested[k, b] = min(lengths[k], room)
         state.start[k, b], state.drafted[k, b] = state.end[b], 0

@@ -24,6 +24,9 @@ from vllm_hsd.tools.worker_process import WorkerProcess, at_end, reason_of, send
 ENGINE_DEFAULTS = {"disable_log_stats": False, "seed": 0}
 
 Prompt = str | Sequence[int]
+# Token ids of several texts, and arguments of `vllm.SamplingParams` for each.
+Ids = Sequence[Sequence[int]]
+Params = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class EngineProcess(WorkerProcess):
     def generate(
         self,
         prompts: Sequence[Prompt],
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        sampling_params: Mapping[str, Any] | Params,
         on_text: Callable[[int, str], object] | None = None,
     ) -> Generation:
         """Generate for all prompts at once.

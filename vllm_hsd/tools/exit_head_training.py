@@ -97,7 +97,8 @@ def train_heads(
         optimizer.step()
         schedule.step()
     after = _evaluate(model, heads, held_out)
-    done = [head.to(torch.device("cpu"), model.dtype) for head in _detached(heads)]
+    detached = (replace(h, norm=h.norm.detach(), weight=h.weight.detach()) for h in heads)
+    done = [head.to(torch.device("cpu"), model.dtype) for head in detached]
     return [TrainedHead(*parts) for parts in zip(done, before, after, strict=True)]
 
 
@@ -163,12 +164,6 @@ def _least_squares(
         gram.diagonal().add_(RIDGE * gram.diagonal().mean())
         found.append(replace(head, weight=head.weight @ torch.linalg.solve(gram, moment).T))
     return found
-
-
-def _detached(heads: Sequence[ExitHead]) -> list[ExitHead]:
-    return [
-        ExitHead(head.layer, head.norm.detach(), head.weight.detach(), head.eps) for head in heads
-    ]
 
 
 @torch.no_grad()

@@ -47,7 +47,6 @@ class Combination:
 
     @classmethod
     def of(cls, config: Any) -> Combination:
-        """Of vLLM's configuration of an engine."""
         from vllm.platforms import current_platform
 
         from vllm_hsd.host.engine_hooks import NeedsHooks
@@ -88,17 +87,17 @@ class KnownFault:
         condition: what has to come together, after "with".
         symptom: what one sees.
         way_out: what to do.
-        issue: vLLM's, or "none filed".
-        seen: how we know of it.
         meets: whether a combination can meet it; requests decide the rest.
+        issue: vLLM's.
+        seen: how we know of it.
     """
 
     condition: str
     symptom: str
     way_out: str
-    issue: str
-    seen: str
     meets: Callable[[Combination], bool]
+    issue: str = "none filed"
+    seen: str = "run on 0.32"
 
     @property
     def sentence(self) -> str:
@@ -114,9 +113,9 @@ GONE_METHODS = KnownFault(
     "method `medusa` or `mlp_speculator`",
     "vLLM 0.33 has neither and refuses them; 0.32 does not start with the second",
     "an EAGLE-3 head or a small model, or for `medusa` vLLM 0.32",
-    "vllm-project/vllm#47825",
-    "read in 0.33",
-    lambda c: c.method in ("medusa", "mlp_speculator"),
+    issue="vllm-project/vllm#47825",
+    seen="read in 0.33",
+    meets=lambda c: c.method in ("medusa", "mlp_speculator"),
 )
 
 KNOWN_FAULTS = (
@@ -125,129 +124,114 @@ KNOWN_FAULTS = (
         "sampled tokens do not follow the target",
         "temperature 0, or the V2 runner, which serves where vllm-hsd is installed, but for "
         'methods `suffix` and `custom_class`; in place of `suffix`, `"levels": [{"suffix": {}}]`',
-        "vllm-project/vllm#55005, vllm-project/vllm#55006",
-        "run on 0.32 and 0.33",
-        lambda c: c.stock and c.device == "cpu" and c.runner == "V1",
+        issue="vllm-project/vllm#55005, vllm-project/vllm#55006",
+        seen="run on 0.32 and 0.33",
+        meets=lambda c: c.stock and c.device == "cpu" and c.runner == "V1",
     ),
     KnownFault(
         "a streaming-input session under any speculation, where a stop token ends a turn inside "
         "an accepted draft",
         "the next turn goes on from other tokens, and from cache entries of tokens behind the stop",
         'one request for each turn, or method `"hsd"` or `"hierarchical"`',
-        "none filed",
-        "run on 0.32",
-        lambda c: c.stock,
+        meets=lambda c: c.stock,
     ),
     KnownFault(
         "a request with a `thinking_token_budget` that leaves the batch before it is spent, on the "
         "V1 runner, with or without speculation",
         "the request that moves into its row ends its text as if it had been thinking",
         'the V2 runner, on which method `"hsd"` and `"hierarchical"` serve',
-        "none filed",
-        "run on 0.32",
-        lambda c: not c.ours and c.runner == "V1",
+        meets=lambda c: not c.ours and c.runner == "V1",
     ),
     KnownFault(
         "a request with a `thinking_token_budget` that is preempted after its end, on the V1 "
         "runner without speculation",
         "the tokens that end its thinking are written once more",
         "more memory for the cache, or the V2 runner",
-        "none filed",
-        "run on 0.32",
-        lambda c: not c.ours and c.runner == "V1",
+        meets=lambda c: not c.ours and c.runner == "V1",
     ),
     KnownFault(
         "a request with `logprob_token_ids` in a batch with one with `logprobs`, without "
         "speculation on the V1 runner",
         "the other request gets the log-probabilities of the listed tokens, not of the likely ones",
         "separate engines, or the V2 runner",
-        "none filed",
-        "run on 0.32",
-        lambda c: c.method is None and c.runner == "V1",
+        meets=lambda c: c.method is None and c.runner == "V1",
     ),
     KnownFault(
         "a request with `logprob_token_ids` next to one with `logprobs` under vLLM's own "
         "speculation on the V1 runner",
         "the engine ends",
         '`"rejection_sample_method": "hierarchical"`',
-        "none filed",
-        "run on 0.32",
-        lambda c: c.stock and c.runner == "V1",
+        meets=lambda c: c.stock and c.runner == "V1",
     ),
     KnownFault(
         "a request with `logprob_token_ids` under vLLM's own speculation on the V2 runner",
         "steps with drafts pass over the list",
         '`"rejection_sample_method": "hierarchical"`',
-        "none filed",
-        "read in 0.32",
-        lambda c: c.stock and c.runner == "V2",
+        seen="read in 0.32",
+        meets=lambda c: c.stock and c.runner == "V2",
     ),
     KnownFault(
         "a request with a seed whose prompt is prefilled in chunks, on a CPU without speculation",
         "the engine ends: torch cannot rewind a generator there",
         "`max_num_batched_tokens` above the longest prompt",
-        "none filed",
-        "run on 0.32",
-        lambda c: c.method is None and c.device == "cpu" and c.runner == "V1",
+        meets=lambda c: c.method is None and c.device == "cpu" and c.runner == "V1",
     ),
     KnownFault(
         "any speculation on a CPU below a target with recurrent layers",
         "texts differ from those without speculation: the state of rejected tokens is kept",
         "no speculation",
-        "none filed",
-        "run on 0.32",
-        lambda c: c.stock and c.device == "cpu" and c.recurrent,
+        meets=lambda c: c.stock and c.device == "cpu" and c.recurrent,
     ),
     KnownFault(
         "prefix caching, MTP layers and a target with recurrent layers",
         "wrong tool calls and answers after prefix-cache hits",
         "`--no-enable-prefix-caching`",
-        "vllm-project/vllm#53912, vllm-project/vllm#47194",
-        "reported for 0.28, open; not run by us",
-        lambda c: c.method == "mtp" and c.recurrent and c.prefix_caching,
+        issue="vllm-project/vllm#53912, vllm-project/vllm#47194",
+        seen="reported for 0.28, open; not run by us",
+        meets=lambda c: c.method == "mtp" and c.recurrent and c.prefix_caching,
     ),
     KnownFault(
         "prompt log-probabilities under speculation with CUDA graphs, prompts no longer than the "
         "largest captured size",
         "log-probabilities of the prompt are those of other states",
         "ask for them from an engine without speculation",
-        "vllm-project/vllm#53520",
-        "reported for 0.26, open; not run by us",
-        lambda c: c.stock and c.device == "cuda" and c.runner == "V1",
+        issue="vllm-project/vllm#53520",
+        seen="reported for 0.26, open; not run by us",
+        meets=lambda c: c.stock and c.device == "cuda" and c.runner == "V1",
     ),
     KnownFault(
         "a grammar with a reasoning parser, where the reasoning ends inside a draft",
         "the tokens behind its end are not checked: invalid JSON",
         "no speculation for such requests",
-        "vllm-project/vllm#36138",
-        REPORTED,
-        lambda c: c.stock,
+        issue="vllm-project/vllm#36138",
+        seen=REPORTED,
+        meets=lambda c: c.stock,
     ),
     KnownFault(
         "captured CUDA graphs that end below max_num_seqs * (num_speculative_tokens + 1), as by a "
         "`max_cudagraph_capture_size` that is no multiple of vLLM's steps",
         "slow, not wrong: the largest batches are verified without a graph",
         "list `cudagraph_capture_sizes`, that size included",
-        "vllm-project/vllm#37865, vllm-project/vllm#54933",
-        REPORTED,
-        lambda c: c.method is not None and c.device == "cuda" and c.short_graphs,
+        issue="vllm-project/vllm#37865, vllm-project/vllm#54933",
+        seen=REPORTED,
+        meets=lambda c: c.method is not None and c.device == "cuda" and c.short_graphs,
     ),
     KnownFault(
         "prefix caching and any speculation below a target with recurrent layers",
         "slow, not wrong: the prefix cache is hit no more",
         "no speculation where prompts repeat",
-        "vllm-project/vllm#54360",
-        "reported for a nightly after 0.28, open; not run by us",
-        lambda c: c.stock and c.recurrent and c.prefix_caching,
+        issue="vllm-project/vllm#54360",
+        seen="reported for a nightly after 0.28, open; not run by us",
+        meets=lambda c: c.stock and c.recurrent and c.prefix_caching,
     ),
     KnownFault(
         "prefix caching, asynchronous scheduling and speculation below a target with recurrent "
         "layers, on the V1 runner",
         "under load a request takes another's count of accepted tokens: wrong texts",
         "`--no-async-scheduling`, or the V2 runner",
-        "vllm-project/vllm#53919",
-        REPORTED,
-        lambda c: (
+        issue="vllm-project/vllm#53919",
+        seen=REPORTED,
+        meets=lambda c: (
             c.stock and c.recurrent and c.prefix_caching and c.async_scheduling and c.runner == "V1"
         ),
     ),
@@ -255,26 +239,26 @@ KNOWN_FAULTS = (
         "`num_speculative_tokens_per_batch_size` on the V1 runner on a GPU",
         "slow, not wrong: throughput collapses above a threshold of the table",
         "the V2 runner, or one length",
-        "vllm-project/vllm#49548",
-        REPORTED,
-        lambda c: c.stock and c.by_batch_size and c.device == "cuda" and c.runner == "V1",
+        issue="vllm-project/vllm#49548",
+        seen=REPORTED,
+        meets=lambda c: c.stock and c.by_batch_size and c.device == "cuda" and c.runner == "V1",
     ),
     KnownFault(
         "`enable_adaptive_verification` with tensor parallelism",
         "ranks can choose different drafts: fewer tokens are accepted, then the engine hangs",
         '`"enable_adaptive_verification": false`',
-        "vllm-project/vllm#54011, vllm-project/vllm#56831",
-        REPORTED,
-        lambda c: c.adaptive_verification and c.tensor_parallel > 1,
+        issue="vllm-project/vllm#54011, vllm-project/vllm#56831",
+        seen=REPORTED,
+        meets=lambda c: c.adaptive_verification and c.tensor_parallel > 1,
     ),
     KnownFault(
         "a DFlash or DSpark draft that knows fewer positions than `max_model_len`, on the V2 "
         "runner of 0.32",
         "the first longer request ends the engine with an illegal memory access",
         "`--max-model-len` within the draft's `max_position_embeddings`, or vLLM 0.33",
-        "vllm-project/vllm#57941, vllm-project/vllm#57964",
-        "reported; read in 0.32 and 0.33; not run by us",
-        lambda c: (
+        issue="vllm-project/vllm#57941, vllm-project/vllm#57964",
+        seen="reported; read in 0.32 and 0.33; not run by us",
+        meets=lambda c: (
             c.method in ("dflash", "dspark")
             and c.short_draft
             and c.runner == "V2"
@@ -285,17 +269,15 @@ KNOWN_FAULTS = (
         '`"rejection_sample_method": "block"` in 0.32, temperature above 0',
         "rejected positions meet their uniforms again: sampled tokens do not follow the target",
         '`"hierarchical"`, or vLLM 0.33',
-        "none filed",
-        "read in 0.32 and 0.33",
-        lambda c: c.stock and c.rule == "block" and c.release == "0.32",
+        seen="read in 0.32 and 0.33",
+        meets=lambda c: c.stock and c.rule == "block" and c.release == "0.32",
     ),
     KnownFault(
         '`"rejection_sample_method"` `"fly"` or `"synthetic"`',
         "texts are not the target's, by intention",
         '`"standard"`, or `"hierarchical"`',
-        "none filed",
-        "read in 0.33",
-        lambda c: c.rule in ("fly", "synthetic"),
+        seen="read in 0.33",
+        meets=lambda c: c.rule in ("fly", "synthetic"),
     ),
     GONE_METHODS,
 )

@@ -26,7 +26,6 @@ class CpuTimes:
 
     @staticmethod
     def now() -> CpuTimes:
-        """As of this moment."""
         times = psutil.cpu_times()
         steal = getattr(times, "steal", 0.0)
         # Linux counts a guest's time in user and nice, too.

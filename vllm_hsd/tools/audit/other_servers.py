@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_hsd.errors import UserError
@@ -24,14 +24,6 @@ class SGLangServer(Server):
     """SGLang: /generate scores a prompt with `logprob_start_len` and `top_logprobs_num`."""
 
     kind = "SGLang"
-    _top_p = (
-        "SGLang applies top-p and top-k to the same distribution, and vLLM one after the other: "
-        "leave out --top-p below 1."
-    )
-
-    def check(self, params: Mapping[str, Any]) -> None:
-        if params.get("top_p", 1) < 1:
-            raise UserError(f"{self.option}: {self._top_p}")
 
     def version(self) -> str:
         return f"SGLang {self._read('/get_server_info', None, 'version')}"
@@ -43,9 +35,12 @@ class SGLangServer(Server):
         body = {"model": self.model, "prompt": prompt}
         return self._read("/tokenize", body, "tokens")
 
-    def _complete(self, request: tuple[Sequence[int], Any]) -> tuple[list[int], list[int]]:
-        prompt, params = request
-        self.check(params)
+    def _steps(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Iterator[list[int]]:
+        if params.get("top_p", 1) < 1:
+            raise UserError(
+                f"{self.option}: SGLang applies top-p and top-k to the same distribution, and vLLM "
+                "one after the other: leave out --top-p below 1."
+            )
         sampling = {
             "max_new_tokens": params["max_tokens"],
             "temperature": params["temperature"],
@@ -55,18 +50,13 @@ class SGLangServer(Server):
         if params.get("seed") is not None:
             sampling["sampling_seed"] = params["seed"]
         body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-        token_ids: list[int] = []
-        lengths = []
+        seen = 0
         for event in self._events("/generate", body):
             new, total = event["output_ids"], event["meta_info"]["completion_tokens"]
             # All tokens so far, or with --incremental-streaming-output those since the last event.
-            new = new[len(token_ids) :] if len(new) == total else new
-            if new:
-                token_ids += new
-                lengths.append(len(new))
-        if not token_ids:
-            raise self._odd("no token ids")
-        return token_ids, lengths
+            new = new[seen:] if len(new) == total else new
+            seen += len(new)
+            yield new
 
     def _likeliest(self, tokens: Sequence[int], first: int) -> list[dict[int, float]]:
         body = {
@@ -95,8 +85,6 @@ class LlamaCppServer(Server):
     """
 
     kind = "llama.cpp"
-    # What it applies, in the order of vLLM.
-    samplers = ("temperature", "top_k", "top_p")
 
     def version(self) -> str:
         return f"llama.cpp {self._read('/props', None, 'build_info')}"
@@ -107,8 +95,7 @@ class LlamaCppServer(Server):
         body = {"content": prompt, "add_special": True, "parse_special": True}
         return self._read("/tokenize", body, "tokens")
 
-    def _complete(self, request: tuple[Sequence[int], Any]) -> tuple[list[int], list[int]]:
-        prompt, params = request
+    def _steps(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Iterator[list[int]]:
         body = {
             "prompt": list(prompt),
             "n_predict": params["max_tokens"],
@@ -116,22 +103,17 @@ class LlamaCppServer(Server):
             "top_k": params.get("top_k", 0),
             "top_p": params.get("top_p", 1.0),
             "min_p": 0.0,
-            "samplers": list(self.samplers),
+            # In the order of vLLM.
+            "samplers": ["temperature", "top_k", "top_p"],
             "ignore_eos": params.get("ignore_eos", False),
             "seed": -1 if params.get("seed") is None else params["seed"],
             "return_tokens": True,
             "stream": True,
         }
-        token_ids: list[int] = []
-        lengths = []
         for event in self._events("/completion", body):
             # The last event repeats what was sent.
-            if not event.get("stop") and (new := event.get("tokens")):
-                token_ids += new
-                lengths.append(len(new))
-        if not token_ids:
-            raise self._odd("no token ids")
-        return token_ids, lengths
+            if not event.get("stop"):
+                yield event.get("tokens") or []
 
     def _likeliest(self, tokens: Sequence[int], first: int) -> list[dict[int, float]]:
         return [self._at(tokens[:place]) for place in range(first, len(tokens))]

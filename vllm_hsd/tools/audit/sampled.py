@@ -42,6 +42,11 @@ _ACROSS_BORDER_16_BIT = 1e-2
 Progress = Callable[[str], object]
 
 
+def under(name: str, progress: Progress) -> Progress:
+    """The progress of a part that has a name."""
+    return lambda text: progress(f"{name}: {text}")
+
+
 @dataclass(frozen=True)
 class Setting:
     """Sampling parameters that are verified together.

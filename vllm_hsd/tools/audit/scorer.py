@@ -18,7 +18,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.audit.directions import marks, rows_of
 from vllm_hsd.tools.audit.quantiles import token_ranges
-from vllm_hsd.tools.engine import lora_request, vllm_params
+from vllm_hsd.tools.engine import Ids, Params, lora_request, vllm_params
 
 # Key of a request's text in its `extra_args`.
 _TEXT = "vllm_hsd_text"
@@ -51,7 +51,6 @@ class TextSampler:
         sampler._sample_random, sampler.add_request = self._sample, self._add_request
 
     def remove(self) -> None:
-        """Put the sampler's own methods back."""
         del self.sampler._sample_random, self.sampler.add_request
 
     def _add_request(self, slot: int, sampling_params: Any) -> None:
@@ -83,11 +82,7 @@ class TextSampler:
 
 
 def drawn_with_raised(
-    llm: Any,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    sampling_params: Sequence[Mapping[str, Any]],
-    bound: float,
+    llm: Any, prompts: Ids, texts: Ids, sampling_params: Params, bound: float
 ) -> list[int]:
     """What is drawn in the place of each text's last token if its logit is raised by a bound.
 
@@ -108,12 +103,7 @@ def drawn_with_raised(
     return [int(drawn[-1]) for drawn in found]
 
 
-def shortfalls(
-    llm: Any,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    sampling_params: Sequence[Mapping[str, Any]],
-) -> list[float]:
+def shortfalls(llm: Any, prompts: Ids, texts: Ids, sampling_params: Params) -> list[float]:
     """By how many nats each text's last token falls short of the likeliest one, before temperature.
 
     Arguments and errors as for `score`; the parameters are greedy.
@@ -128,9 +118,9 @@ def shortfalls(
 
 def score(
     llm: Any,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    sampling_params: Sequence[Mapping[str, Any]],
+    prompts: Ids,
+    texts: Ids,
+    sampling_params: Params,
     rows: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> tuple[list[np.ndarray], list[str]]:
     """Where every token of the texts lies in the engine's own distribution.
@@ -160,12 +150,7 @@ def score(
     return _noted(llm, prompts, texts, sampling_params, note)
 
 
-def likeliest(
-    llm: Any,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    sampling_params: Sequence[Mapping[str, Any]],
-) -> list[np.ndarray]:
+def likeliest(llm: Any, prompts: Ids, texts: Ids, sampling_params: Params) -> list[np.ndarray]:
     """The engine's own distributions at every token of the texts: `directions.rows_of` each.
 
     Arguments and errors as for `score`.
@@ -178,12 +163,7 @@ def likeliest(
 
 
 def _noted(
-    llm: Any,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    sampling_params: Sequence[Mapping[str, Any]],
-    note: Note,
-    seeded: bool = False,
+    llm: Any, prompts: Ids, texts: Ids, sampling_params: Params, note: Note, seeded: bool = False
 ) -> tuple[list[np.ndarray], list[str]]:
     """What was noted of the tokens of every text, up to its end, and the engine's reason for it."""
     params = [
@@ -230,7 +210,6 @@ def _install(worker: Any, note: Note) -> None:
 
 
 def _remove(worker: Any) -> dict[int, list[np.ndarray]]:
-    """Put the sampler back; what was found."""
     texts = worker.model_runner.vllm_hsd_texts
     texts.remove()
     del worker.model_runner.vllm_hsd_texts

@@ -73,7 +73,16 @@ def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seed
             apart[i] = len(ids)
     tied = [i for i, n in apart.items() if n < min(len(ours[i]), len(theirs[i]))]
     greedy = [i for i in tied if texts.params[i]["temperature"] == 0]
-    gaps = _gaps(engine, texts, apart, greedy, theirs)
+    # By how much each greedy answer's token falls short where it parts, in nats.
+    gaps: list[float] = []
+    if isinstance(engine, Server):
+        places = [
+            ([*texts.prompts[i], *ours[i][: apart[i]]], theirs[i][apart[i]], ours[i][apart[i]])
+            for i in greedy
+        ]
+        gaps = engine.gaps(places)
+    elif greedy:
+        gaps = engine.call(f"{_SCORER}:shortfalls", *_until(texts, apart, greedy))
     explained = {i for i, gap in zip(greedy, gaps, strict=True) if gap <= bound}
     noisy = [i for i in tied if texts.params[i]["temperature"] > 0]
     if noisy and not isinstance(engine, Server):
@@ -85,26 +94,6 @@ def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seed
         expected, own = (ids[i][n] if n < len(ids[i]) else None for ids in (theirs, ours))
         partings.append(Parting(i, n, expected, own, i in explained))
     return Seeded(len(theirs), sum(map(len, theirs)), partings)
-
-
-def _gaps(
-    engine: EngineProcess | Server,
-    texts: Texts,
-    apart: Mapping[int, int],
-    greedy: Sequence[int],
-    theirs: Sequence[Sequence[int]],
-) -> list[float]:
-    """By how much each greedy answer's token falls short where it parts, in nats."""
-    if not greedy:
-        return []
-    if isinstance(engine, Server):
-        ours, places = texts.token_ids, []
-        for i in greedy:
-            n = apart[i]
-            places.append(([*texts.prompts[i], *ours[i][:n]], theirs[i][n], ours[i][n]))
-        return engine.gaps(places)
-    found: list[float] = engine.call(f"{_SCORER}:shortfalls", *_until(texts, apart, greedy))
-    return found
 
 
 def _until(

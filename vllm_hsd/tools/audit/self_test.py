@@ -14,7 +14,7 @@ from typing import Any
 from vllm_hsd.tools.audit import sampled, seeded
 from vllm_hsd.tools.audit.load import Load, apply
 from vllm_hsd.tools.audit.mutants import GRAMMAR, MUTANTS, TEMPERATURE, Mutant, install
-from vllm_hsd.tools.audit.sampled import Setting, Texts
+from vllm_hsd.tools.audit.sampled import Setting, Texts, under
 from vllm_hsd.tools.audit.statistics import Check, rare_event_check
 from vllm_hsd.tools.audit.workloads import Found, facts_of
 from vllm_hsd.tools.audit.workloads import run as serve
@@ -109,7 +109,7 @@ def run(
             speculating.call(install, None if name == SOUND else name)
             planned = partial(sampled.planned, prompts, settings[name])
             generate = partial(
-                sampled.generate, speculating, batch_size=BATCH_SIZE, progress=_of(name, progress)
+                sampled.generate, speculating, batch_size=BATCH_SIZE, progress=under(name, progress)
             )
             if name == SOUND or mutant.workload is not None:
                 facts = speculating.call(facts_of, prompts)
@@ -121,7 +121,7 @@ def run(
                         num_tokens=WORKLOAD_TOKENS,
                         kinds=(True, True),
                         fixed_lengths=True,
-                        progress=_of(name, progress),
+                        progress=under(name, progress),
                     )
                     for each in (needed if name == SOUND else [str(mutant.workload)])
                 ]
@@ -136,14 +136,13 @@ def run(
     results = []
     with engine("no speculation") as target, engine("drafter", family.mid) as drafter:
         for seed, name in enumerate(samplers):
-            shown, found = _of(name, progress), []
+            shown, found = under(name, progress), []
             if name in exact:
-                partings = seeded.compared(target, exact[name], LARGEST_GAP)
-                hypothesis = "with seeds, the text of no speculation"
-                bad, answers = len(partings.unexplained), partings.answers
-                found.append(rare_event_check("", hypothesis, bad, answers, RARE))
+                found.append(_compared(target, exact[name], "with seeds,"))
             for each in served.pop(name, []):
-                found += _checks_of(each, target, seed, shown)
+                ranges = sampled.scored(target, each.drawn, BATCH_SIZE, shown)
+                found += sampled.checks(each.drawn, ranges, "float32", seed)
+                found.append(_compared(target, each.exact, f"{each.name}:"))
             if own := texts.pop(name, None):
                 sampled.add_drafter(drafter, own, "mid", TEMPERATURE_SCALE, BATCH_SIZE, shown)
                 ranges = sampled.scored(target, own, BATCH_SIZE, shown)
@@ -152,16 +151,8 @@ def run(
     return results
 
 
-def _checks_of(
-    found: Found, target: EngineProcess, seed: int, progress: Callable[[str], object]
-) -> list[Check]:
-    """The checks of a workload."""
-    ranges = sampled.scored(target, found.drawn, BATCH_SIZE, progress)
-    compared = seeded.compared(target, found.exact, LARGEST_GAP)
-    hypothesis = f"{found.name}: the text of no speculation"
-    exact = rare_event_check("", hypothesis, len(compared.unexplained), compared.answers, RARE)
-    return [*sampled.checks(found.drawn, ranges, "float32", seed), exact]
-
-
-def _of(name: str, progress: Callable[[str], object]) -> Callable[[str], object]:
-    return lambda text: progress(f"{name}: {text}")
+def _compared(target: EngineProcess, texts: Texts, what: str) -> Check:
+    """Check that greedy answers and answers with seeds are those of no speculation."""
+    found = seeded.compared(target, texts, LARGEST_GAP)
+    hypothesis, bad = f"{what} the text of no speculation", len(found.unexplained)
+    return rare_event_check("", hypothesis, bad, found.answers, RARE)

@@ -21,7 +21,7 @@ import torch
 
 from vllm_hsd.errors import UserError, brief
 from vllm_hsd.tools.audit.directions import marks
-from vllm_hsd.tools.engine import Generation
+from vllm_hsd.tools.engine import Generation, Ids, Params
 from vllm_hsd.tools.planner.prompts import Prompt
 
 # vLLM's default of --max-logprobs.
@@ -58,7 +58,6 @@ class Server:
         self.owner = served.get("owned_by", "")
 
     def version(self) -> str:
-        """Version of its vLLM."""
         return self._read("/version", None, "version")
 
     def token_ids(self, prompt: Prompt) -> list[int]:
@@ -71,11 +70,7 @@ class Server:
                 raise
             return self.token_ids(prompt[0]["content"])
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    ) -> Generation:
+    def generate(self, prompts: Ids, sampling_params: Mapping[str, Any] | Params) -> Generation:
         """As `EngineProcess.generate`, without times and counts.
 
         Tokens of steps that the server sends at once count as one step.
@@ -97,25 +92,20 @@ class Server:
 
     def _complete(self, request: tuple[Sequence[int], Any]) -> tuple[list[int], list[int]]:
         """(token ids, tokens of every step) of one answer."""
-        prompt, params = request
+        steps = [new for new in self._steps(*request) if new]
+        if not steps:
+            raise self._odd("no token ids")
+        return [token for step in steps for token in step], list(map(len, steps))
+
+    def _steps(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Iterator[list[int]]:
+        """The token ids of one answer as they come; some may be empty."""
         body = {key: value for key, value in params.items() if value is not None}
         body |= {"prompt": list(prompt), "stream": True, "return_token_ids": True}
-        lengths, token_ids = [], []
         for chunk in self._events("/v1/completions", {**body, "model": self.model}):
-            for choice in chunk["choices"]:
-                if new := choice.get("token_ids"):
-                    token_ids += new
-                    lengths.append(len(new))
-        if not token_ids:
-            raise self._odd("no token ids")
-        return token_ids, lengths
+            yield from (choice.get("token_ids") or [] for choice in chunk["choices"])
 
     def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        texts: Sequence[Sequence[int]],
-        sampling_params: Sequence[Mapping[str, Any]],
-        rows: Mapping[str, Sequence[np.ndarray]],
+        self, prompts: Ids, texts: Ids, params: Params, rows: Mapping[str, Sequence[np.ndarray]]
     ) -> tuple[list[np.ndarray], list[str]]:
         """As `scorer.score`, by the log-probabilities of this server without speculation.
 
@@ -124,7 +114,7 @@ class Server:
 
         def ranges(i: int) -> np.ndarray:
             likeliest = self._likeliest([*prompts[i], *texts[i]], len(prompts[i]))
-            kept = [kept_probabilities(each, sampling_params[i]) for each in likeliest]
+            kept = [kept_probabilities(each, params[i]) for each in likeliest]
             found = [np.array([token_range(*each) for each in zip(kept, texts[i], strict=True)])]
             for own in rows.values():
                 places = zip(kept, texts[i], own[i], strict=True)

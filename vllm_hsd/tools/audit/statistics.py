@@ -107,6 +107,11 @@ class Check:
     parameter: float = 0
     faults: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
+    @property
+    def leans(self) -> bool:
+        """Whether it tests all drafted places together for leaning to a drafter (see `lean`)."""
+        return self.method == "score" and self.place == "all"
+
     def detectable(self, significance: float) -> float:
         """Smallest shift of probability that is found with probability POWER.
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from vllm_hsd.tools.audit import sampled
 from vllm_hsd.tools.audit.load import Load
-from vllm_hsd.tools.audit.sampled import Progress, Setting, Texts
+from vllm_hsd.tools.audit.sampled import Progress, Setting, Texts, under
+from vllm_hsd.tools.audit.seeded import Seeded
 from vllm_hsd.tools.audit.servers import Server
 from vllm_hsd.tools.engine import ADAPTER
 
@@ -228,10 +229,6 @@ class Preempted(Workload):
     at_once = 8
     met = "num_preemptions"
 
-    def _ends(self, facts: Facts) -> tuple[int, int]:
-        """Blocks of a request at its start and at its end."""
-        return 1, -(-(facts.block - self.answer // 2 + self.answer) // facts.block)
-
     def lacks(self, facts: Facts) -> str | None:
         if not facts.local:
             return "a server's cache is its own affair"
@@ -240,8 +237,9 @@ class Preempted(Workload):
         return None
 
     def load(self, facts: Facts) -> Load:
-        first, last = self._ends(facts)
-        room = self.at_once * first + self.at_once * (last - first) // 4
+        # Blocks of a request at its end; it starts with one.
+        last = -(-(facts.block - self.answer // 2 + self.answer) // facts.block)
+        room = self.at_once + self.at_once * (last - 1) // 4
         # One request must fit with its drafts, whatever the others hold.
         return Load(self.at_once, blocks=facts.groups * max(room, last + 2))
 
@@ -274,18 +272,21 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass
 class Found:
-    """Answers to a workload.
+    """Answers to a workload, and what was found of them.
 
     Attributes:
         drawn: answers whose tokens are scored.
         exact: greedy answers and answers with seeds, which are compared.
         met: how often what the workload is for was met; None where it is not counted.
+        compared: `exact` with the text of no speculation; None where there were none, or it has
+            not been compared yet.
     """
 
     name: str
     drawn: Texts
     exact: Texts
     met: int | None
+    compared: Seeded | None = None
 
 
 def run(
@@ -329,7 +330,7 @@ def run(
     before = _counted(engine, workload.met)
     rounds = []
     for turn in range(workload.turns):
-        sampled.generate(engine, texts, max(count, 1), _of(name, progress), **recording)
+        sampled.generate(engine, texts, max(count, 1), under(name, progress), **recording)
         rounds.append(texts)
         if turn + 1 < workload.turns:
             texts = _next_turn(texts, prompts)
@@ -384,10 +385,6 @@ def _repeated(prompt: Sequence[int], length: int) -> list[int]:
     return found[:length]
 
 
-def _of(name: str, progress: Progress) -> Progress:
-    return lambda text: progress(f"{name}: {text}")
-
-
 def _counted(engine: Any, counter: str) -> int | None:
     if not counter or counter == "stops" or isinstance(engine, Server):
         return None
@@ -398,7 +395,6 @@ def _counted(engine: Any, counter: str) -> int | None:
 
 
 def counter(llm: Any, name: str) -> float:
-    """A counter of vLLM."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return values.get(f"vllm:{name}", 0.0)
 

@@ -241,7 +241,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `advise` to the commands."""
     parser = commands.add_parser(
         "advise",
         help="print the `vllm serve` line to start with on this machine, and what to measure",

@@ -32,7 +32,6 @@ DEFAULT_PROMPTS = (
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `bench`."""
     parser = commands.add_parser(
         "bench",
         help="compare speculative configurations with no speculation on your own models",

@@ -9,7 +9,7 @@ from html import escape
 from string import Template
 
 from vllm_hsd.checked_files import write_json, written_whole
-from vllm_hsd.tools.cli import bench_drafts, bench_report
+from vllm_hsd.tools.cli import bench_drafts, bench_quality, bench_report
 from vllm_hsd.tools.cli.bench_jobs import Results
 from vllm_hsd.tools.cli.bench_report import Row
 
@@ -45,7 +45,7 @@ def page(results: Results, rows: Sequence[Row]) -> str:
     The dashed line in a bar's place is the speed without speculation.
     """
     named = zip(results.comparison.names[1:], results.comparison.configs[1:], strict=True)
-    warned = "".join(f"<p>{escape(note)}</p>" for note in bench_report.warnings(results, rows))
+    warned = "".join(f"<p>{escape(note)}</p>" for note in bench_quality.sentences(results, rows))
     most = max((row["speedup_high"] for row in rows if not row.get("error")), default=1.0)
     return PAGE.substitute(
         heading="<br>".join(map(escape, bench_report.heading(results.metadata))),

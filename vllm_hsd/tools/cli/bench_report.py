@@ -181,7 +181,7 @@ def report(results: Results, rows: Sequence[Row]) -> list[RenderableType]:
         if by_source := bench_drafts.source_cells(measured):
             parts += ["", columns(bench_drafts.SOURCE_HEADINGS, by_source)]
         parts += branches(results, own)
-    noted = (f"Note: {note}" for note in warnings(results, rows))
+    noted = (f"Note: {note}" for note in bench_quality.sentences(results, rows))
     return [*parts, "", *notes(results), *noted]
 
 
@@ -197,8 +197,3 @@ def branches(results: Results, rows: Sequence[Row]) -> Iterator[str]:
         own = _by_round(results, index, row["batch_size"], row["temperature"])
         if said := bench_drafts.branches(row["name"], list(chain.from_iterable(own))):
             yield said
-
-
-def warnings(results: Results, rows: Sequence[Row] = ()) -> list[str]:
-    """What makes the figures less trustworthy than they look."""
-    return bench_quality.sentences(results, rows)

@@ -14,7 +14,7 @@ from typing import Any, Self
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.request_keys import KEYS
 from vllm_hsd.tools.cli import bench_quality, greedy
-from vllm_hsd.tools.cli.bench_jobs import Comparison, Difference, Job, Results, Setup
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.engine import EngineProcess
 from vllm_hsd.tools.machine_load import CpuTimes
@@ -176,17 +176,13 @@ def compare_greedy(results: Results, setup: Setup, engines: Engines) -> None:
     found = greedy.differences(results, setup.prompt_ids)
     if found and setup.dtype in greedy.LARGEST_GAP:
         progress(f"looking at the target's logits at {len(found)} greedy differences")
-        masked = [each for each in found if has_grammar(results.comparison, each)]
+        asked = [results.comparison.sampling_of(d.job.prompts[d.sequence]) for d in found]
+        # A grammar forbade tokens of these answers.
+        masked = [d for d, own in zip(found, asked, strict=True) if "structured_outputs" in own]
         gaps = partial(engines.get(0).call, greedy.gaps_of_target)
         found = greedy.with_gaps(gaps, [each for each in found if each not in masked])
         found += greedy.with_gaps(partial(gaps, alone=True), masked)
     results.differences = found
-
-
-def has_grammar(comparison: Comparison, difference: Difference) -> bool:
-    """Whether a grammar forbade tokens of the answer."""
-    prompt = difference.job.prompts[difference.sequence]
-    return "structured_outputs" in comparison.sampling_of(prompt)
 
 
 def jobs(comparison: Comparison, round_: int, alternate: bool) -> Iterator[Job]:

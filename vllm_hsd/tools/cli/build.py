@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `build` and its artifacts to the parser of `vllm-hsd`."""
     build = commands.add_parser(
         "build", help="write the files that suffix, n-gram model, bigram and exit-head levels read"
     )

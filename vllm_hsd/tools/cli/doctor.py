@@ -39,7 +39,6 @@ class Finding:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
     parser = commands.add_parser(
         "doctor",
         help="check whether method 'hsd' can run here, or your own configuration",

@@ -15,7 +15,6 @@ WORKLOADS = (
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `verify`."""
     parser = commands.add_parser(
         "verify",
         help="test that a speculative configuration leaves your model's text as it is",

@@ -25,12 +25,12 @@ from vllm_hsd.tools.audit.statistics import (
     Check,
     adjusted,
 )
-from vllm_hsd.tools.audit.workloads import STEADY
+from vllm_hsd.tools.audit.workloads import STEADY, Found
 from vllm_hsd.tools.cli import greedy, verify_workloads
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Difference, Results, config_name
 from vllm_hsd.tools.cli.bench_report import environment
 from vllm_hsd.tools.cli.options import columns, rendered
-from vllm_hsd.tools.cli.verify_workloads import Served
+from vllm_hsd.tools.cli.verify_workloads import p_text
 
 ANSWER_TOKENS = 64
 # Exit status where nothing was found and too little was drafted to say more.
@@ -95,7 +95,7 @@ class Outcome:
     untested: list[str]
     equal_drafter: tuple[int, int] | None = None
     seeded: Seeded | None = None
-    served: list[Served] = field(default_factory=list)
+    served: list[Found] = field(default_factory=list)
 
     @property
     def failed_checks(self) -> list[Check]:
@@ -140,11 +140,7 @@ class Outcome:
             return reached
         significance = ERROR_PROBABILITY / len(self.checks)
         for name in self.texts.names:
-            own = [
-                each
-                for each in self.checks
-                if (each.setting, each.method, each.place) == (name, "score", "all")
-            ]
+            own = [each for each in self.checks if each.leans and each.setting == name]
             if own and not any(lean.enough(each, significance) for each in own):
                 least = min(each.detectable(significance) for each in own)
                 finds = f"only from {least:.1%} on" if math.isfinite(least) else "not at any size"
@@ -156,7 +152,6 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """Exit status of the command."""
         if not self.lossless:
             return 1
         return NOT_ENOUGH if self.too_little_drafted else 0
@@ -212,7 +207,7 @@ def tables(checks: Sequence[Check], names: Sequence[str]) -> list[RenderableType
         if check.setting not in names:
             continue
         name = check.hypothesis
-        if check.method == "score" and check.place == "all":
+        if check.leans:
             name = f"leans to {check.order}"
         elif check.method == "score" or name == FOLLOWS:
             name = _place(check)
@@ -225,7 +220,7 @@ def tables(checks: Sequence[Check], names: Sequence[str]) -> list[RenderableType
             least = check.detectable(significance)
             found = f"{least:.2%}" if math.isfinite(least) else "none"
             verdict = "" if p >= ERROR_PROBABILITY else "FAILS"
-            figures = str(check.num_tokens), f"{check.shift:.2%}", found, _p(p), verdict
+            figures = str(check.num_tokens), f"{check.shift:.2%}", found, p_text(p), verdict
             rows.append((f"  {name}", *figures))
         parts += ["", columns((setting, "tokens", "deviation", "would find", "p", ""), rows)]
     notes = (
@@ -243,11 +238,7 @@ def lean_sentences(checks: Sequence[Check], names: Sequence[str]) -> list[str]:
     """For every drafter, how much leaning towards it would be found, in its worst named setting."""
     significance = ERROR_PROBABILITY / max(len(checks), 1)
     found = []
-    overall = [
-        check
-        for check in checks
-        if check.setting in names and check.method == "score" and check.place == "all"
-    ]
+    overall = [check for check in checks if check.leans and check.setting in names]
     for name in dict.fromkeys(check.order for check in overall):
         own = [check for check in overall if check.order == name]
         worst = max(own, key=lambda check: check.detectable(significance))
@@ -349,7 +340,6 @@ def verdict(outcome: Outcome) -> str:
 
 
 def write(outcome: Outcome, path: Path) -> None:
-    """Write verify.json."""
     checks = outcome.checks
     p_values = adjusted([check.p_value for check in checks])
     texts, verification = outcome.texts, outcome.verification
@@ -420,10 +410,6 @@ def _place(check: Check) -> str:
     return named.get(check.place, f"place {check.place}")
 
 
-def _p(value: float) -> str:
-    return f"{value:.2g}" if value >= 1e-3 else f"{value:.0e}"
-
-
 def self_test_page(results: Sequence[Result]) -> str:
     """A line per sampler, and the verdict."""
     rows = []
@@ -435,7 +421,7 @@ def self_test_page(results: Sequence[Result]) -> str:
         if result.name in MUTANTS:
             name += f"\n    {MUTANTS[result.name].fault}"
         verdict = "found" if result.failed else "passed"
-        rows.append((name, str(check.num_tokens), f"{check.shift:.2%}", _p(p), verdict))
+        rows.append((name, str(check.num_tokens), f"{check.shift:.2%}", p_text(p), verdict))
     wrong = [result.name for result in results if not result.as_expected]
     end = "SELF-TEST PASSED: the sound sampler passes, and every mutant is found."
     if wrong:

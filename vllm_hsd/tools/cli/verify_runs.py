@@ -37,7 +37,7 @@ from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results
 from vllm_hsd.tools.cli.bench_runs import MAX_CPU_CACHE, engine_arguments
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
-from vllm_hsd.tools.cli.verify_workloads import Served, shares
+from vllm_hsd.tools.cli.verify_workloads import shares
 from vllm_hsd.tools.engine import EngineProcess
 
 # Requests of an engine at once, and those of sampled text: in small batches most is drafted.
@@ -84,7 +84,6 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def parse(arguments: argparse.Namespace) -> Verification:
-    """What the arguments ask for."""
     servers = _servers(arguments)
     for option in () if servers else ("model", "speculative_config"):
         if not getattr(arguments, option):
@@ -337,19 +336,13 @@ def run(verification: Verification) -> Outcome:
             found = greedy.differences(results, prompts)
             gaps_at = engine.gaps if urls else partial(engine.call, greedy.gaps_of_target)
             results.differences = greedy.with_gaps(gaps_at, found)
-        if with_seeds is not None:
-            found_seeded = seeded.compared(engine, with_seeds, LARGEST_GAP[dtype])
-        ranges = [sampled.scored(engine, each, BATCH_SIZE, progress) for each in every]
         bound = LARGEST_GAP[dtype]
-        results_of = [
-            Served(
-                each.name,
-                each.drawn,
-                seeded.compared(engine, each.exact, bound) if each.exact.prompts else None,
-                each.met,
-            )
-            for each in served
-        ]
+        if with_seeds is not None:
+            found_seeded = seeded.compared(engine, with_seeds, bound)
+        ranges = [sampled.scored(engine, each, BATCH_SIZE, progress) for each in every]
+        for own in served:
+            if own.exact.prompts:
+                own.compared = seeded.compared(engine, own.exact, bound)
     checks = [
         check
         for number, (each, own) in enumerate(zip(every, ranges, strict=True))
@@ -366,7 +359,7 @@ def run(verification: Verification) -> Outcome:
         untested,
         _equal_drafter(verification, sides) if verification.equal_drafter else None,
         found_seeded,
-        results_of,
+        served,
     )
 
 
@@ -378,21 +371,17 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - began
 
 
-def equal_drafter_config(config: dict[str, Any], model: str) -> dict[str, Any]:
-    """A configuration of the same method and verifier whose only drafter is the target."""
-    kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
-    found = {"num_speculative_tokens": 4, **{key: config[key] for key in kept if key in config}}
-    if config.get("method") == "hsd":
-        return {"method": "hsd", **found, "levels": [{"model": model}], "adaptive": False}
-    soft = {"draft_sample_method": "probabilistic"}
-    return {"method": "draft_model", "model": model, **soft, **found}
-
-
 def _equal_drafter(verification: Verification, sides: Sides) -> tuple[int, int]:
-    """(drafted, accepted) tokens of one batch at most."""
+    """(drafted, accepted) tokens of one batch at most, where the only drafter is the target."""
     comparison = sides.comparison
-    config = equal_drafter_config(comparison.configs[1] or {}, comparison.model)
-    arguments = sides.arguments | {"speculative_config": config}
+    given, model = comparison.configs[1] or {}, comparison.model
+    kept = ("num_speculative_tokens", "verifier", "rejection_sample_method")
+    config = {"num_speculative_tokens": 4, **{key: given[key] for key in kept if key in given}}
+    if given.get("method") == "hsd":
+        own: dict[str, Any] = {"method": "hsd", "levels": [{"model": model}], "adaptive": False}
+    else:
+        own = {"method": "draft_model", "model": model, "draft_sample_method": "probabilistic"}
+    arguments = sides.arguments | {"speculative_config": own | config}
     with _loaded(comparison, "equal drafter", arguments) as engine:
         settings = verification.settings or [Setting(1.0)]
         count = min(verification.num_tokens, BATCH_SIZE * ANSWER_TOKENS // len(settings))

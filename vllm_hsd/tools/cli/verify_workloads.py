@@ -5,41 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.audit.sampled import DRAFTED, Texts
-from vllm_hsd.tools.audit.seeded import Seeded
+from vllm_hsd.tools.audit.sampled import DRAFTED
 from vllm_hsd.tools.audit.statistics import ERROR_PROBABILITY, ORDERS, POWER, Check, adjusted
-from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS
+from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS, Found
 from vllm_hsd.tools.cli.options import columns
 
 NAMES = (STEADY, *WORKLOADS)
-
-
-@dataclass
-class Served:
-    """What was found of one workload; its checks are those of the setting of its name.
-
-    Attributes:
-        drawn: answers whose tokens were scored.
-        compared: of greedy answers and of those with seeds; None where there were none.
-        met: how often what the workload is for was met; None where it is not counted.
-    """
-
-    name: str
-    drawn: Texts
-    compared: Seeded | None
-    met: int | None
-
-    @property
-    def missed(self) -> float:
-        """Largest share of wrong tokens that the comparison misses with probability 1 - POWER."""
-        count = self.compared.tokens if self.compared else 0
-        return -math.log(1 - POWER) / count if count else math.inf
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
@@ -63,8 +39,8 @@ def shares(names: Sequence[str], num_tokens: int, settings: int) -> tuple[int, i
     return steady, (num_tokens - steady) * max(settings, 1) // len(others)
 
 
-def table(served: Sequence[Served], checks: Sequence[Check]) -> list[RenderableType]:
-    """A line per workload, and what the columns say."""
+def table(served: Sequence[Found], checks: Sequence[Check]) -> list[RenderableType]:
+    """A line per workload, whose checks are those of the setting of its name; what columns say."""
     significance = ERROR_PROBABILITY / max(len(checks), 1)
     p_values = adjusted([check.p_value for check in checks])
     rows = []
@@ -75,15 +51,17 @@ def table(served: Sequence[Served], checks: Sequence[Check]) -> list[RenderableT
         verdict = "FAILS" if lowest < ERROR_PROBABILITY or bad else ""
         places = _places([c for _, c in own])
         found = max((c.detectable(significance) for c in places), default=math.inf)
-        leaning = [c.detectable(significance) for _, c in own if (c.method, c.place) == _LEANING]
+        leaning = [c.detectable(significance) for _, c in own if c.leans]
+        count = each.compared.tokens if each.compared else 0
         figures = (
             str(each.drawn.num_tokens),
             str(each.drawn.num_offered),
             _share(found),
             _share(min(leaning, default=math.inf)),
-            str(each.compared.tokens if each.compared else 0),
-            _share(each.missed),
-            f"{lowest:.2g}" if lowest >= 1e-3 else f"{lowest:.0e}",
+            str(count),
+            # The largest share of wrong tokens that is missed with probability 1 - POWER.
+            _share(-math.log(1 - POWER) / count if count else math.inf),
+            p_text(lowest),
             verdict,
         )
         rows.append((f"{each.name}\n  {WORKLOADS[each.name].what}", *figures))
@@ -97,9 +75,6 @@ def table(served: Sequence[Served], checks: Sequence[Check]) -> list[RenderableT
     return [columns(headings, rows), "", notes]
 
 
-_LEANING = "score", "all"
-
-
 def _places(checks: Sequence[Check]) -> list[Check]:
     """The checks that all places together follow the target, drafted ones where they are known."""
     uniform = [c for c in checks if c.method == "KS" and c.order in ORDERS]
@@ -107,11 +82,16 @@ def _places(checks: Sequence[Check]) -> list[Check]:
     return drafted or [c for c in uniform if c.place == "all"]
 
 
+def p_text(value: float) -> str:
+    """A p-value as tables show it."""
+    return f"{value:.2g}" if value >= 1e-3 else f"{value:.0e}"
+
+
 def _share(value: float) -> str:
     return f"{value:.1%}" if math.isfinite(value) else "none"
 
 
-def sentences(served: Sequence[Served]) -> list[str]:
+def sentences(served: Sequence[Found]) -> list[str]:
     """What was to be met and was not, and what differs."""
     found = []
     for each in served:
@@ -128,7 +108,7 @@ def sentences(served: Sequence[Served]) -> list[str]:
     return found
 
 
-def reasons(served: Sequence[Served]) -> list[str]:
+def reasons(served: Sequence[Found]) -> list[str]:
     """Of the verdict."""
     return [
         f"{each.name}: text differs from no speculation"
@@ -137,7 +117,7 @@ def reasons(served: Sequence[Served]) -> list[str]:
     ]
 
 
-def document(served: Sequence[Served]) -> list[dict[str, Any]]:
+def document(served: Sequence[Found]) -> list[dict[str, Any]]:
     """For verify.json."""
     return [
         {

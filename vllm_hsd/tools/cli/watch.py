@@ -168,7 +168,6 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command; returns the exit status."""
     url = arguments.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise UserError(f"'{arguments.url}' is not a URL such as http://localhost:8000.")
@@ -197,7 +196,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds `watch` to the commands."""
     parser = commands.add_parser(
         "watch",
         help="show what a running server drafts, accepts and spends",

@@ -100,7 +100,7 @@ def measure_acceptance(
     # Texts of one batch are padded to the longest.
     contexts = sorted(contexts, key=len)
     texts = _texts(models, target, contexts, task, lambda: advance("the target's texts"))
-    ratios = after_prefill(_ratios(texts.log_probs, target))
+    ratios = after_prefill(_ratios(texts.log_probs, texts.log_probs[target]))
     shapes = table_shapes(target + 1, models.lookups, longest)
     tables: dict[str, Floats] = {name: np.zeros(shape) for name, shape in shapes.items()}
     for name, table in tables.items():
@@ -109,21 +109,19 @@ def measure_acceptance(
     drafts = {i: windows(ratios[i], longest) for i in known}
     for i, log_probs in texts.by_start.items():
         verifying = windows(texts.log_probs[target], longest)
-        drafts[i] = _against(log_probs, verifying)[:, 1:]
+        drafts[i] = _ratios(log_probs, verifying)[:, 1:]
     _store_survival(tables, target, drafts, by_position=False)
-    for i, found in _lookup_tables(models, target, contexts, texts, task).items():
-        _store_lookup(tables, target, i, found)
+    _store_lookups(tables, models, target, contexts, texts, task)
     for model in range(target):
         below = models.drafters_for(model)
         if not below:
             continue
         starts = _requested_contexts(contexts, texts, ratios[model], model, task)
         own = _texts(models, model, starts, task, lambda: advance("the candidates' texts"))
-        along = _ratios(own.log_probs, model)
+        along = _ratios(own.log_probs, own.log_probs[model])
         drafts = {i: windows(along[i], longest) for i in below if i not in models.lookups}
         _store_survival(tables, model, drafts, by_position=True)
-        for i, found in _lookup_tables(models, model, starts, own, task).items():
-            _store_lookup(tables, model, i, found)
+        _store_lookups(tables, models, model, starts, own, task)
     rates = np.average(texts.rates, axis=0, weights=texts.lengths)
     return Acceptances(rates, tables, int(texts.lengths.sum()))
 
@@ -137,10 +135,17 @@ def _store_survival(
             tables[rule][verifier, i] = survival_table(log_ratios, rule, by_position)
 
 
-def _lookup_tables(
-    models: ModelSet, model: int, contexts: Sequence[list[int]], texts: ScoredTexts, task: Task
-) -> dict[int, Floats]:
-    """`lookup_table` of every lookup, and of several as one level, along the texts of a model."""
+def _store_lookups(
+    tables: dict[str, Floats],
+    models: ModelSet,
+    model: int,
+    contexts: Sequence[list[int]],
+    texts: ScoredTexts,
+    task: Task,
+) -> None:
+    """Keep the tables of lookups, and of several as one level, along the texts of a model, and the
+    survival that follows from them.
+    """
     longest, of_target = task.max_draft_tokens, model == len(models.candidates)
     # The prefill emits the first token.
     first = int(of_target)
@@ -150,21 +155,14 @@ def _lookup_tables(
     for i in models.lookups:
         if isinstance(choice := models.models[i], LookupChoice):
             found[i] = replay_choice(choice, parts, longest, of_target)
-    return {
-        i: lookup_table(offered, accepted, texts.lengths - first, longest, not of_target)
-        for i, (offered, accepted) in found.items()
-    }
-
-
-def _store_lookup(tables: dict[str, Floats], verifier: int, lookup: int, table: Floats) -> None:
-    """Keep a lookup's table and the survival that follows from it."""
-    tables[f"lookup{lookup}"][verifier] = table
-    reached = np.cumsum(table.sum(-2)[..., ::-1], -1)[..., ::-1]
-    for name in VERIFIERS:
-        # A draft of n tokens accepts no more than n.
-        size = table.shape[0]
-        within = np.arange(size) <= np.arange(size)[:, None, None]
-        tables[name][verifier, lookup] = np.minimum(reached * within, 1.0)
+    # A draft of n tokens accepts no more than n.
+    within = np.arange(longest + 1) <= np.arange(longest + 1)[:, None, None]
+    for i, (offered, accepted) in found.items():
+        table = lookup_table(offered, accepted, texts.lengths - first, longest, not of_target)
+        tables[f"lookup{i}"][model] = table
+        reached = np.cumsum(table.sum(-2)[..., ::-1], -1)[..., ::-1]
+        for name in VERIFIERS:
+            tables[name][model, i] = np.minimum(reached * within, 1.0)
 
 
 def num_batches(models: ModelSet, prompts: int, task: Task) -> int:
@@ -312,16 +310,12 @@ def _lengths(models: ModelSet, tokens: Ints) -> Ints:
     return np.where(ended.any(1), ended.argmax(1) + 1, tokens.shape[1])
 
 
-def _ratios(log_probs: Floats, verifying: int) -> Floats:
-    """log q - log p of all models to the verifying one, [M + 1, N, L]; nan past the ends.
+def _ratios(log_probs: Floats, verifying: Floats) -> Floats:
+    """log q - log p of models to the verifying one, each [..., N, L, ...]; nan past the ends.
 
     The verifying model drew these tokens, so where rounding puts one just outside its
     probabilities (top-p, near ties of greedy decoding) it still had some mass.
     """
-    return _against(log_probs, log_probs[verifying])
-
-
-def _against(log_probs: Floats, verifying: Floats) -> Floats:
     return log_probs - np.maximum(verifying, LEAST_LOG_PROB)
 
 

@@ -51,7 +51,6 @@ class LookupChoice(LookupLevel):
         return LookupChoice(self.lookups, self.min_acceptance, len(self.starts))
 
     def read(self, texts: Texts) -> None:
-        """Show committed texts to the lookups."""
         for lookup in self.lookups:
             lookup.read(texts)
 

@@ -69,7 +69,6 @@ class Stages:
             ) from None
 
     def save_acceptance(self, found: Acceptances) -> None:
-        """Keep the measured acceptance."""
         arrays = {"rates": found.rates, "positions": np.array(found.positions), **found.tables}
         with written_whole(self.acceptance) as unfinished:
             save_file(arrays, unfinished)
@@ -158,7 +157,6 @@ def measure_profile(
 def make_profile(
     task: Task, found: Acceptances, prompts: Prompts, latencies: Latencies | None
 ) -> Profile:
-    """A profile of this machine from what was measured."""
     here = system.machine() | {"threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         here["gpu"] = torch.cuda.get_device_name()

@@ -78,7 +78,8 @@ class ModelSet:
     """A target, its exits and other drafters, all with one vocabulary.
 
     Models are numbered as the candidates of a profile; the target comes last. Prompt lookups have
-    no probabilities and are left out of everything here.
+    no probabilities and are left out of everything here. `levels.base.Measuring` says what each
+    method that a level calls gives.
 
     Raises:
         UserError: the target among its candidates, a candidate given twice, another vocabulary,
@@ -115,7 +116,6 @@ class ModelSet:
         return level.measured(self) if found is None else found
 
     def drafter(self, path: str) -> Any:
-        """A draft model."""
         target = self.target.config.name_or_path
         tokens = _vocabulary(path)
         if tokens is not None and (differing := differing_token(tokens, self.words)) is not None:
@@ -136,25 +136,20 @@ class ModelSet:
             )
 
     def store(self, path: str, kind: str) -> TextStore:
-        """A store of texts, for a level of the given kind."""
         store = read_store(path, kind)
         self._check_vocabulary(f"the store {quoted(path)}", store.vocab_size)
         return store
 
     def prompt_lookup(self, shortest: int, longest: int) -> PromptLookup:
-        """A prompt lookup of n-grams of some lengths."""
         return PromptLookup(shortest, longest)
 
     def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> LookupChoice:
-        """Several lookups, of which the most promising one drafts."""
         return LookupChoice(lookups, min_acceptance)
 
     def ngram_model(self, path: str, order: int) -> NgramModelLevel:
-        """An n-gram model of a store of texts."""
         return NgramModelLevel(self.store(path, "ngram_model"), order, self.device)
 
     def exit(self, layers: int, head_path: str | None) -> Any:
-        """The target's first layers, with the exit head of a directory if there is one."""
         architecture, config = type(self.target).__name__, self.target.config
         if architecture not in EXIT_ARCHITECTURES:
             raise UserError(
@@ -179,7 +174,6 @@ class ModelSet:
         return truncated(self.target, layers, head)
 
     def eagle3(self, path: str) -> HeadDrafter:
-        """An EAGLE-3 head of the target."""
         return HeadDrafter(path, self.target)
 
     @property

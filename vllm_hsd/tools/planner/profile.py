@@ -122,22 +122,18 @@ class Profile(_Strict):
         if self.lookups and self.tables is None:
             name = self.candidates[self.lookups[0]].name
             raise ValueError(f"candidate {name} is a prompt lookup, which needs 'tables'")
-        if self.latencies is not None:
-            self._check_latencies(models, self.latencies)
-        return self
-
-    def _check_latencies(self, models: int, latencies: Latencies) -> None:
-        if len(latencies.forward) != models:
+        if self.latencies is not None and len(self.latencies.forward) != models:
             raise ValueError(
                 f"latencies.forward must have {models} entries: candidates, then the target"
             )
-        for key, tables in latencies.tables().items():
+        for key, tables in self.latencies.tables().items() if self.latencies else ():
             names = self.names if key == "forward" else [key]
             for name, table in zip(names, tables, strict=True):
                 for ms in itertools.chain(*table.ms):
                     # What a level adds to its forward may vanish; a forward takes time.
                     if not (0 < ms < math.inf or (ms == 0 and key.startswith("overhead"))):
                         raise ValueError(f"a latency of {name} is {ms:g}, not above 0")
+        return self
 
     @property
     def names(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,16 +60,15 @@ def replay(
     only, most = np.zeros(1, np.int64), np.array([max_tokens])
     lookup.forget(0)
     lookup.read(Texts(table, only, only, np.array([len(context)])))
-
-    def proposals() -> Iterator[Ints]:
-        for position in range(len(text)):
-            texts = Texts(table, only, only, np.array([len(context) + position]))
-            if committed:
-                lookup.read(texts)
-            found = lookup.lookup(texts, most)
-            yield found.token_ids[0, : found.counts[0]]
-
-    return compared(proposals(), text)
+    offered, accepted = np.zeros((2, len(text)), dtype=np.int64)
+    for position in range(len(text)):
+        texts = Texts(table, only, only, np.array([len(context) + position]))
+        if committed:
+            lookup.read(texts)
+        found = lookup.lookup(texts, most)
+        draft = found.token_ids[0, : found.counts[0]]
+        offered[position], accepted[position] = len(draft), _matching(draft, text[position:])
+    return offered, accepted
 
 
 def replay_choice(
@@ -108,15 +107,6 @@ def replay_choice(
                 kept = _matching(draft, text[position:])
                 offered[n - 1, row, position], accepted[n - 1, row, position] = len(draft), kept
                 position += kept + 1
-    return offered, accepted
-
-
-def compared(proposals: Iterable[Ints], text: Ints) -> tuple[Ints, Ints]:
-    """Tokens of the proposal before each token of a text [L], and how many of them it has, [L]."""
-    offered, accepted = np.zeros((2, len(text)), dtype=np.int64)
-    for position, proposal in enumerate(proposals):
-        offered[position] = len(proposal)
-        accepted[position] = _matching(proposal, text[position:])
     return offered, accepted
 
 

@@ -127,7 +127,6 @@ class Timing:
         return [{**setting, "batch": batch} for batch in self.task.batch_sizes]
 
     def engine_args(self, speculative: bool) -> dict[str, Any]:
-        """Arguments of `vllm.LLM` with or without speculation."""
         task = self.task
         arguments = {
             "model": task.target,
@@ -273,7 +272,9 @@ class Timing:
                     f"fit into one step: lower --batch-sizes or raise max_num_batched_tokens."
                 )
             xs = sorted(by_tokens)
-            means = [_mean(np.array(by_tokens[n])) for n in xs]
+            # Means, since totals add up from them, without pauses of more than PAUSE medians.
+            times = [np.array(by_tokens[n]) for n in xs]
+            means = [float(ms[ms <= PAUSE * np.median(ms)].mean()) for ms in times]
             # More tokens never take less time; what noise says otherwise is averaged out.
             means = isotonic_regression(means, weights=[len(by_tokens[n]) for n in xs]).x
             widths = [np.subtract(*np.quantile(by_tokens[n], (0.75, 0.25))) / 2 for n in xs]
@@ -295,8 +296,3 @@ def _load(recordings: Sequence[Recording], plain: Sequence[Recording]) -> Machin
             times[batch].append(float(np.median(ms)))
     loads = ((recording["other_cores"], recording["steal"]) for recording in recordings)
     return MachineLoad.of(loads, times.values())
-
-
-def _mean(values: np.ndarray) -> float:
-    """The mean, since totals add up from means, without pauses of more than PAUSE medians."""
-    return float(values[values <= PAUSE * np.median(values)].mean())

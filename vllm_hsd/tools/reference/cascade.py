@@ -16,11 +16,11 @@ import numpy as np
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions, LookupLevel, StepLevels
 from vllm_hsd.tools.reference.batch import DraftBatch, Level
-from vllm_hsd.tools.reference.drafts import DraftStore, room_below
+from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.level_models import LevelModels
 from vllm_hsd.tools.reference.lowest_level import LowestLevel
 from vllm_hsd.tools.reference.stopping import EntropyThresholds
-from vllm_hsd.tools.reference.verified import append_unverified, append_verified, verify
+from vllm_hsd.tools.reference.verified import append_unverified, verify
 
 
 class Cascade:
@@ -144,7 +144,8 @@ class Cascade:
         while open_.any() and (most is None or rounds < most):
             active = np.flatnonzero(open_)
             now = slots[active]
-            room = room_below(requested[active], drafts.counts[now])
+            # One place is kept for the token that the level's own verification draws.
+            room = requested[active] - drafts.counts[now] - 1
             room = np.minimum(room, context_length - batch.end[now])
             requested_below = np.minimum(below_length, room)
             below = self._draft(batch, level - 1, now, requested_below)
@@ -162,17 +163,15 @@ class Cascade:
         below: DraftStore,
     ) -> np.ndarray:
         """Keep what a level accepts of drafts and a token of its own; [n] bool, which ones end."""
-        drafts, models, counts = self.drafts[level], self.models, below.counts[slots]
+        drafts, models = self.drafts[level], self.models
         self._request(self.selection.below(level)[0], below, slots, requested)
         if self.options[level].verifier == "none":
             return append_unverified(models, drafts, batch, level, slots, below)
-        forward = models.forward(batch, level, slots, counts + 1)
-        verdict = verify(models, batch, level, slots, below, forward)
-        ended = append_verified(drafts, batch, level, slots, counts, verdict, forward)
+        accepted, ended = verify(models, drafts, batch, level, slots, below)
         # Those that a level passes on unverified count where they are verified.
-        self._count(Count.drafted, below, slots, counts)
-        self._count(Count.accepted, below, slots, verdict[1])
-        self._move_thresholds(below, slots, verdict[1], batch.thresholds)
+        self._count(Count.drafted, below, slots, below.counts[slots])
+        self._count(Count.accepted, below, slots, accepted)
+        self._move_thresholds(below, slots, accepted, batch.thresholds)
         return ended
 
     def _move_thresholds(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 import torch
 
 from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
 from vllm_hsd.rules.inputs import ChainBatch
 
-_N = TypeVar("_N", int, np.ndarray)
-
 
 class DraftStore:
     """The drafts of one level.
 
-    Probabilities are in one `[num_slots, length, V]` array that is allocated once (`allocate`, or
-    the first `append` with probabilities); slots that are never written take no memory on a CPU.
+    Probabilities are in one `[num_slots, length, V]` array that the first `append` with some
+    allocates; slots that are never written take no memory on a CPU.
 
     Args:
         num_slots: requests that can have a draft at the same time.
@@ -41,12 +37,7 @@ class DraftStore:
         self.entropy = np.full((num_slots, length), np.nan)
         self.probs: torch.Tensor | None = None
 
-    def allocate(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve the memory of the proposal probabilities."""
-        self.probs = torch.empty(self.token_ids.size, vocab_size, dtype=dtype, device=device)
-
     def clear(self, slots: np.ndarray | int) -> None:
-        """Empty the drafts of `slots`."""
         self.counts[slots] = 0
 
     def append(
@@ -105,29 +96,19 @@ class DraftStore:
         rows = slots[:, None] * self.length + np.arange(width)
         return np.where(self.point_mass[slots, :width], -1, rows)
 
-    def chain_batch(
-        self,
-        slots: np.ndarray,
-        lengths: np.ndarray,
-        probs: torch.Tensor,
-        counts: np.ndarray,
-        scored: np.ndarray,
-    ) -> ChainBatch:
-        """The first lengths[i] tokens of the drafts in slots[i], to be verified where they are.
+    def chain_batch(self, slots: np.ndarray, probs: torch.Tensor) -> ChainBatch:
+        """The drafts in slots, [batch] int64, to be verified where they are.
 
         Args:
-            slots: [batch] int64.
-            lengths: [batch] int64.
-            probs: [sum(counts + 1), V] target probabilities or logits, request after request.
-            counts: [batch] int64, target rows of each request, less one.
-            scored: [batch] int64, the last row of each request that is used; it also stands for
-                all later positions.
+            probs: [sum(lengths + 1), V] target probabilities or logits, request after request; the
+                last row of each also stands for all later positions.
         """
+        lengths = self.counts[slots]
         width = int(lengths.max(initial=0))
-        positions = np.minimum(np.arange(width + 1), scored[:, None])
+        positions = np.minimum(np.arange(width + 1), lengths[:, None])
         return ChainBatch(
             target_probs=probs,
-            target_rows=ragged_starts(counts + 1)[:, None] + positions,
+            target_rows=ragged_starts(lengths + 1)[:, None] + positions,
             draft_probs=self.probs,
             draft_rows=self.rows(slots, width),
             tokens=self.token_ids[slots, :width],
@@ -138,18 +119,8 @@ class DraftStore:
         self, place: tuple[np.ndarray, np.ndarray], probs: torch.Tensor, rows: np.ndarray
     ) -> None:
         if self.probs is None:
-            self.allocate(probs.shape[1], probs.dtype, probs.device)
-        assert self.probs is not None
+            self.probs = probs.new_empty(self.token_ids.size, probs.shape[1])
         if not np.array_equal(rows, np.arange(len(probs))):
             probs = probs.index_select(0, torch.from_numpy(rows).to(probs.device))
         index = torch.from_numpy(place[0] * self.length + place[1])
         self.probs.index_copy_(0, index.to(probs.device), probs)
-
-
-def room_below(requested: _N, drafted: _N) -> _N:
-    """Tokens that a level may still request from the one below, -1 where its draft is full.
-
-    One place is kept for the token that its own verification draws. For ints and arrays.
-    """
-    room: _N = requested - drafted - 1
-    return room

@@ -173,7 +173,7 @@ class ReferenceEngine:
         model = len(self.levels)
         logits = request.logits_along(self.target, model, path.tolist())
         probs = logits if request.greedy else request.probs(logits, model)
-        chain = drafts.chain_batch(ONLY, counts, probs, counts, counts)
+        chain = drafts.chain_batch(ONLY, probs)
         if request.greedy:
             token_ids, accepted = verify_greedy(chain, logits.argmax(-1).cpu().numpy())
         else:

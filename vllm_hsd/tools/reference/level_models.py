@@ -68,8 +68,6 @@ class LevelModels:
         """Run the level on all that its cache lacks of `slots`, which is then valid to the end.
 
         Args:
-            batch: the requests.
-            level: the level.
             slots: [n] int64.
             num_logits: [n] int64, how many of the last positions are wanted.
 
@@ -85,7 +83,10 @@ class LevelModels:
         batch.cached[level, slots] = batch.end[slots]
         owners = np.repeat(slots, num_logits)
         probs = None if batch.greedy else self._probs(batch, level, logits, owners)
-        entropy, uncertain = self._confidence(batch, level, logits, owners)
+        entropy, uncertain = np.full(len(owners), np.nan), np.zeros(len(owners), dtype=bool)
+        if self.options[level].stopping == "entropy":
+            entropy = entropy_nats(logits)
+            uncertain = batch.thresholds.exceeded(level, owners, entropy)
         return Forward(logits, probs, entropy, uncertain)
 
     def _probs(
@@ -104,15 +105,6 @@ class LevelModels:
         best, highest = argmax_rows(logits)
         self._warn_unless(level, bool(np.isfinite(highest).all()))
         return best
-
-    def _confidence(
-        self, batch: DraftBatch, level: int, logits: torch.Tensor, slots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Entropies of rows [n] and whether each exceeds its request's threshold."""
-        if self.options[level].stopping != "entropy":
-            return np.full(len(slots), np.nan), np.zeros(len(slots), dtype=bool)
-        entropy = entropy_nats(logits)
-        return entropy, batch.thresholds.exceeded(level, slots, entropy)
 
     def _warn_unless(self, level: int, finite: bool) -> None:
         """One warning per level: any token that it drafts then is still verified losslessly."""

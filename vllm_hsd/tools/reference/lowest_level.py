@@ -30,23 +30,17 @@ class LowestLevel:
 
     def draft(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> None:
         """Draft at most requested[i] tokens for the request in slots[i]; their drafts are empty."""
-        if self.lookup is not None:
-            found = self.lookup.lookup(batch.texts(slots), requested)
-            self._append_found(batch, slots, found.token_ids, found.counts)
+        if self.lookup is None:
+            fits = self.models.can_draft(batch, 0, slots)
+            self._draft_from_model(batch, slots[fits], requested[fits])
             return
-        fits = self.models.can_draft(batch, 0, slots)
-        self._draft_from_model(batch, slots[fits], requested[fits])
-
-    def _append_found(
-        self, batch: DraftBatch, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray
-    ) -> None:
-        """Add the first counts[i] of token_ids[i] to the draft of slots[i], as point masses."""
-        owners, offsets = ragged_arange(counts)
+        found = self.lookup.lookup(batch.texts(slots), requested)
+        owners, offsets = ragged_arange(found.counts)
         now = slots[owners]
-        batch.tokens[batch.rows[now], batch.end[now] + offsets] = token_ids[owners, offsets]
-        batch.end[slots] += counts
-        unknown = np.full(len(owners), np.nan)
-        self.drafts.append(slots, token_ids, counts, None, ragged_starts(counts), 0, unknown)
+        batch.tokens[batch.rows[now], batch.end[now] + offsets] = found.token_ids[owners, offsets]
+        batch.end[slots] += found.counts
+        first, unknown = ragged_starts(found.counts), np.full(len(owners), np.nan)
+        self.drafts.append(slots, found.token_ids, found.counts, None, first, 0, unknown)
 
     def _draft_from_model(
         self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray

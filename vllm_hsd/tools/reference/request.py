@@ -71,7 +71,6 @@ class Request:
         return host_uniforms(np.array(self.seed), np.array(model), draws)
 
     def draft_batch(self) -> DraftBatch:
-        """The batch of one request that a cascade drafts for."""
         return DraftBatch(
             tokens=self.tokens,
             rows=ONLY,

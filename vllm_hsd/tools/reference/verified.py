@@ -10,7 +10,7 @@ from vllm_hsd.rules.chain import verify_batch, verify_greedy
 from vllm_hsd.rules.residual import BlockedCDF
 from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.drafts import DraftStore
-from vllm_hsd.tools.reference.level_models import Forward, LevelModels
+from vllm_hsd.tools.reference.level_models import LevelModels
 
 
 def append_own(
@@ -24,10 +24,7 @@ def append_own(
     """Add a token of the level's model to each draft.
 
     Args:
-        models: of the cascade.
         drafts: where the token goes.
-        batch: the requests.
-        level: the level.
         slots: [n] int64.
         uniforms: [n] float64, None of greedy requests.
 
@@ -63,10 +60,7 @@ def append_unverified(
 
     Every token keeps the probabilities that it was drawn from, so the next verification is lossless
     (Chen, "An Exploration of Hierarchical Speculative Decoding", Algorithm 2). Nothing follows eos.
-
-    Args:
-        models, drafts, batch, level, slots: see `append_own`.
-        below: has the drafts.
+    Arguments as of `append_own`; `below` has the drafts.
 
     Returns:
         [n] bool, drafts that end here.
@@ -85,58 +79,31 @@ def append_unverified(
 
 def verify(
     models: LevelModels,
-    batch: DraftBatch,
-    level: int,
-    slots: np.ndarray,
-    below: DraftStore,
-    forward: Forward,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Verify drafts that end the texts, greedily or by probabilities.
-
-    Args:
-        models: of the cascade.
-        batch: the requests.
-        level: the level that verifies.
-        slots: [n] int64.
-        below: has their drafts.
-        forward: what the level says about each of their tokens and after the last one.
-
-    Returns:
-        (token ids [n, longest draft + 1] padded with -1, accepted [n]).
-    """
-    counts = below.counts[slots]
-    rows = forward.logits if forward.probs is None else forward.probs
-    chain = below.chain_batch(slots, counts, rows, counts, counts)
-    if forward.probs is None:
-        return verify_greedy(chain, models.argmax(forward.logits, level))
-    uniforms = batch.uniforms(slots, counts + 1, level)
-    return verify_batch(chain, models.options[level].verifier, uniforms)
-
-
-def append_verified(
     drafts: DraftStore,
     batch: DraftBatch,
     level: int,
     slots: np.ndarray,
-    counts: np.ndarray,
-    verdict: tuple[np.ndarray, np.ndarray],
-    forward: Forward,
-) -> np.ndarray:
-    """Keep what was accepted of drafts that end the texts, and the token that was drawn after it.
+    below: DraftStore,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keep what the level accepts of drafts that end the texts, and the token drawn after it.
 
     Nothing follows an accepted eos, not even the token drawn after it.
-
-    Args:
-        drafts: where the kept tokens go.
-        batch: the requests.
-        level: the level that has verified.
-        slots, counts: [n] int64 requests and lengths of their drafts.
-        verdict, forward: see `verify`.
+    Arguments as of `append_unverified`.
 
     Returns:
-        [n] bool, drafts that end here: with eos, or after a token that the level is unsure of.
+        tokens accepted, [n] int64, and drafts that end here, with eos or after a token that the
+        level is unsure of, [n] bool.
     """
-    (token_ids, accepted), start = verdict, batch.end[slots] - counts
+    counts = below.counts[slots]
+    forward = models.forward(batch, level, slots, counts + 1)
+    if forward.probs is None:
+        chain = below.chain_batch(slots, forward.logits)
+        token_ids, accepted = verify_greedy(chain, models.argmax(forward.logits, level))
+    else:
+        chain = below.chain_batch(slots, forward.probs)
+        uniforms = batch.uniforms(slots, counts + 1, level)
+        token_ids, accepted = verify_batch(chain, models.options[level].verifier, uniforms)
+    start = batch.end[slots] - counts
     is_eos = (token_ids == batch.eos[slots][:, None]) & (token_ids >= 0)
     ended: np.ndarray = is_eos.any(1)
     last = np.where(ended, is_eos.argmax(1), accepted)
@@ -151,4 +118,4 @@ def append_verified(
     # Ignore the entropy of rejected positions.
     owners, offsets = ragged_arange(counts + 1)
     ended[owners[forward.uncertain & (offsets < emitted[owners])]] = True
-    return ended
+    return accepted, ended
