@@ -40,7 +40,9 @@ def plain() -> dict:
     return neighbours.without_listed(run_engine(ENGINE, jobs), jobs)
 
 
-@pytest.mark.parametrize("name", ["lookup", "branches", *slow("adaptive", "two models", "stock drafter")])
+@pytest.mark.parametrize(
+    "name", ["lookup", "branches", *slow("adaptive", "two models", "stock drafter")]
+)
 def test_texts_are_those_of_no_speculation(plain, name):
     found = answers(CONFIGURATIONS[name])
     drafted = sum(result["counters"]["spec_decode_num_draft_tokens"] for result in found.values())

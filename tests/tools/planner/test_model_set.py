@@ -88,6 +88,27 @@ def test_drawing_with_a_cache_and_padding_follows_the_probabilities(models):
         assert (follows == likely).mean() == pytest.approx(probs[likely], abs=error)
 
 
+def test_contexts_of_one_text_are_continued_from_one_reading(models, text_family, monkeypatch):
+    text = torch.randint(3, text_family.vocabulary, (30,)).tolist()
+    contexts = [text[:n] for n in (30, 21, 8)] + [[5], [9, 5, 30, 7]]
+    tokens = torch.randint(3, text_family.vocabulary, (len(contexts), 4))
+    read = []
+    for model in range(4):
+        forward = models._forward
+        monkeypatch.setattr(
+            models, "_forward", lambda m, t, f=forward, **k: read.append(t.shape[1]) or f(m, t, **k)
+        )
+        found = models.continued(model, contexts, tokens)
+        # Each text without its last token, then all contexts at once.
+        assert read == [29, 1, 3, 4]
+        monkeypatch.undo()
+        read.clear()
+        for row, context in enumerate(contexts):
+            whole = torch.tensor([[*context, *tokens[row, :-1]]])
+            alone = models.logits(whole, len(context) - 1, [model])[model][0]
+            assert torch.allclose(found[row], alone, atol=1e-4)
+
+
 def test_another_vocabulary(text_family, family, tmp_path):
     with pytest.raises(UserError, match=r"vocabulary of 64 entries .* must be the same"):
         ModelSet(text_family.target, make_candidates(models=[family.small]))
@@ -112,9 +133,16 @@ def test_exits_keep_soft_caps_and_scaling(name, tmp_path):
     models = ModelSet(target, found)
     tokens = torch.randint(3, 60, (2, 20))
     together = models.logits(tokens, 5, range(3))
+    contexts = [row[:5] + row[:1] * n for n, row in enumerate(tokens.tolist())]
     for i in range(3):
         alone = models.logits(tokens, 5, [i])[i]
         assert torch.allclose(together[i], alone, atol=1e-4)
+        # Beyond the window, where there is one.
+        found = models.continued(i, contexts, tokens)
+        for row, context in enumerate(contexts):
+            whole = torch.tensor([[*context, *tokens[row, :-1]]])
+            alone = models.logits(whole, len(context) - 1, [i])[i][0]
+            assert torch.allclose(found[row], alone, atol=1e-4)
     assert torch.allclose(together[2], model(input_ids=tokens).logits[:, 5:], atol=1e-4)
     # The head's start is the plain exit of its layer, but for the cap.
     exits = truncated(model, 2)(input_ids=tokens).logits[:, 5:]

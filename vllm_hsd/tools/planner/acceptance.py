@@ -258,18 +258,17 @@ def scored_texts(
 def _requested_contexts(
     prompts: list[list[int]], texts: ScoredTexts, ratios: Floats, model: int, task: Task
 ) -> list[list[int]]:
-    """Contexts at which the target requests a candidate's draft, shortest first."""
+    """Contexts at which the target requests a candidate's draft: text by text, longest first."""
     rng = np.random.default_rng((task.seed, 1, model))
     reached = requested_at(ratios, task.max_draft_tokens).cumsum()
     # Evenly along all texts, which leaves less to chance than independent draws.
     even = (np.arange(task.contexts) + rng.random()) / task.contexts
-    chosen = np.searchsorted(reached, even * reached[-1], side="right")
+    chosen = np.searchsorted(reached, even * reached[-1], side="right")[::-1]
     rows, ends = np.unravel_index(chosen, texts.tokens.shape)
-    found = [
+    return [
         [*prompts[row], *texts.tokens[row, :end].tolist()]
         for row, end in zip(rows, ends, strict=True)
     ]
-    return sorted(found, key=len)
 
 
 def requested_at(ratios: Floats, max_tokens: int) -> Floats:
@@ -289,16 +288,19 @@ def _on_texts(
     models: ModelSet, contexts: list[list[int]], tokens: Tensor, scoring: Sequence[int]
 ) -> list[list[Tensor]]:
     """Logits per model and text, [L, V] each, that predict the tokens drawn after contexts."""
+    cached = {model: models.continued(model, contexts, tokens) for model in scoring}
     length = tokens.shape[1]
     shortest = min(map(len, contexts)) - 1
     before = [torch.tensor(context, device=models.device) for context in contexts]
     whole = [torch.cat(pair) for pair in zip(before, tokens[:, :-1], strict=True)]
     padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
-    found = models.logits(padded, shortest, scoring)
+    rest = models.logits(padded, shortest, [m for m, own in cached.items() if own is None])
     starts = [len(context) - 1 - shortest for context in contexts]
     return [
-        [found[model][row, start : start + length] for row, start in enumerate(starts)]
-        for model in scoring
+        list(own)
+        if own is not None
+        else [rest[model][row, start : start + length] for row, start in enumerate(starts)]
+        for model, own in cached.items()
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from vllm_hsd.tools.planner.eagle3_head import HeadDrafter
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.profile import Candidate, Sampling, real_path
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
+from vllm_hsd.tools.planner.shared_texts import SharedTexts, keeps_keys
 
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
@@ -101,6 +103,7 @@ class ModelSet:
         for candidate in candidates:
             self.models.append(self.measured(candidate.level))
         self.models.append(self.target)
+        self._texts: dict[int, SharedTexts] = {}
         found = (self.layers(model) for model in range(len(candidates)))
         depths = [depth for depth in found if depth is not None]
         if len(set(depths)) < len(depths):
@@ -280,17 +283,21 @@ class ModelSet:
 
         Nothing stops at the end of text; the caller cuts there.
         """
-        drawing = self.models[model]
-        tokens = nn.utils.rnn.pad_sequence(
-            [torch.tensor(context, device=self.device) for context in contexts],
-            batch_first=True,
-            padding_value=-1,
-            padding_side="left",
-        )
-        mask = (tokens >= 0).long()
-        tokens = tokens.clamp_min(0)
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        drawn, cache = [], None
+        drawing, cache = self.models[model], None
+        if keeps_keys(drawing):
+            cache, mask, tokens = self._shared(model).begin(contexts)
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        else:
+            tokens = nn.utils.rnn.pad_sequence(
+                [torch.tensor(context, device=self.device) for context in contexts],
+                batch_first=True,
+                padding_value=-1,
+                padding_side="left",
+            )
+            mask = (tokens >= 0).long()
+            tokens = tokens.clamp_min(0)
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        drawn = []
         for _ in range(length):
             result = self._forward(
                 drawing,
@@ -308,6 +315,37 @@ class ModelSet:
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
             positions = positions[:, -1:] + 1
         return torch.cat(drawn, dim=1)
+
+    @torch.inference_mode()
+    def continued(
+        self, model: int, contexts: Sequence[Sequence[int]], tokens: Tensor
+    ) -> Tensor | None:
+        """Logits [B, L, V] of a model that predict tokens int64 [B, L] after contexts.
+
+        None for a model that has to read each text whole: `logits` has them.
+        """
+        found = self.models[model]
+        if not keeps_keys(found):
+            return None
+        cache, mask, last = self._shared(model).begin(contexts)
+        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        result = self._forward(
+            found,
+            torch.cat([last, tokens[:, :-1]], dim=1),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1) - 1)[:, -tokens.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits: Tensor = result.logits
+        return logits
+
+    def _shared(self, model: int) -> SharedTexts:
+        if model not in self._texts:
+            self._texts[model] = SharedTexts(
+                partial(self._forward, self.models[model]), self.device
+            )
+        return self._texts[model]
 
 
 def _load(path: str, device: str) -> Any:

@@ -1,0 +1,68 @@
+"""Texts that a model continues from many places: each is read once, its cache cut where needed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+# Contexts of one text follow each other, so a model reads it once.
+KEPT_TEXTS = 2
+ATTENTION = {"full_attention", "sliding_attention"}
+Layers = list[tuple[Tensor, Tensor]]
+
+
+def keeps_keys(model: Any) -> bool:
+    """Whether a model keeps keys and values alone, which can be cut anywhere."""
+    kinds = getattr(model.config, "layer_types", None) or ATTENTION
+    return isinstance(model, nn.Module) and set(kinds) <= ATTENTION
+
+
+class SharedTexts:
+    """Keys and values of the last texts that a model has read.
+
+    Args:
+        forward: runs the model on tokens, with arguments of transformers.
+    """
+
+    def __init__(self, forward: Callable[..., Any], device: str) -> None:
+        self._forward, self._device = forward, device
+        self._kept: deque[tuple[list[int], Layers]] = deque(maxlen=KEPT_TEXTS)
+
+    def begin(self, contexts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor, Tensor]:
+        """What the model keeps of all but the last token of each context.
+
+        Returns:
+            cache, padded on the left; its mask int64 [B, L]; the last tokens int64 [B, 1].
+        """
+        ends = [len(context) - 1 for context in contexts]
+        texts = [self._read(list(context)) for context in contexts]
+        longest = max(ends)
+
+        def padded(layer: int, part: int) -> Tensor:
+            cut = (text[layer][part][:, :end] for text, end in zip(texts, ends, strict=True))
+            return torch.stack(
+                [nn.functional.pad(own, (0, 0, longest - own.shape[1], 0)) for own in cut]
+            )
+
+        found = [(padded(i, 0), padded(i, 1)) for i in range(len(texts[0]))]
+        places = torch.arange(longest, device=self._device)
+        mask = places >= longest - torch.tensor(ends, device=self._device)[:, None]
+        last = torch.tensor([[context[-1]] for context in contexts], device=self._device)
+        return DynamicCache(found or None), mask.long(), last
+
+    def _read(self, context: list[int]) -> Layers:
+        """Keys and values [heads, L, D] of each layer, of a text that begins with the context."""
+        end = max(len(context) - 1, 1)
+        for text, layers in self._kept:
+            if text[:end] == context[:end]:
+                return layers
+        tokens, cache = torch.tensor([context[:end]], device=self._device), DynamicCache()
+        self._forward(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        self._kept.append((context[:end], layers))
+        return layers
