@@ -95,6 +95,7 @@ def test_contexts_of_one_text_are_continued_from_one_reading(models, text_family
     read = []
     for model in range(4):
         forward = models._forward
+        models._texts.clear()
         monkeypatch.setattr(
             models, "_forward", lambda m, t, f=forward, **k: read.append(t.shape[1]) or f(m, t, **k)
         )

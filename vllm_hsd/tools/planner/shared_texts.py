@@ -18,8 +18,9 @@ Layers = list[tuple[Tensor, Tensor]]
 
 def keeps_keys(model: Any) -> bool:
     """Whether a model keeps keys and values alone, which can be cut anywhere."""
-    kinds = getattr(model.config, "layer_types", None) or ATTENTION
-    return isinstance(model, nn.Module) and set(kinds) <= ATTENTION
+    if not isinstance(model, nn.Module):
+        return False
+    return set(getattr(model.config, "layer_types", None) or ATTENTION) <= ATTENTION
 
 
 class SharedTexts:
