@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-# Contexts of one text follow each other, so a model reads it once.
-KEPT_TEXTS = 2
 ATTENTION = {"full_attention", "sliding_attention"}
 Layers = list[tuple[Tensor, Tensor]]
 
@@ -24,7 +21,7 @@ def keeps_keys(model: Any) -> bool:
 
 
 class SharedTexts:
-    """Keys and values of the last texts that a model has read.
+    """Keys and values of the texts of the last contexts that a model has continued.
 
     Args:
         forward: runs the model on tokens, with arguments of transformers.
@@ -32,7 +29,7 @@ class SharedTexts:
 
     def __init__(self, forward: Callable[..., Any], device: str) -> None:
         self._forward, self._device = forward, device
-        self._kept: deque[tuple[list[int], Layers]] = deque(maxlen=KEPT_TEXTS)
+        self._kept: list[tuple[list[int], Layers]] = []
 
     def begin(self, contexts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor, Tensor]:
         """What the model keeps of all but the last token of each context.
@@ -41,7 +38,9 @@ class SharedTexts:
             cache, padded on the left; its mask int64 [B, L]; the last tokens int64 [B, 1].
         """
         ends = [len(context) - 1 for context in contexts]
-        texts = [self._read(list(context)) for context in contexts]
+        used = [self._read(list(context)) for context in contexts]
+        self._kept = list({id(each): each for each in used}.values())
+        texts = [layers for _, layers in used]
         longest = max(ends)
 
         def padded(layer: int, part: int) -> Tensor:
@@ -56,14 +55,15 @@ class SharedTexts:
         last = torch.tensor([[context[-1]] for context in contexts], device=self._device)
         return DynamicCache(found or None), mask.long(), last
 
-    def _read(self, context: list[int]) -> Layers:
-        """Keys and values [heads, L, D] of each layer, of a text that begins with the context."""
+    def _read(self, context: list[int]) -> tuple[list[int], Layers]:
+        """A text that begins with the context; keys and values [heads, L, D] of each layer."""
         end = max(len(context) - 1, 1)
-        for text, layers in self._kept:
-            if text[:end] == context[:end]:
-                return layers
-        tokens, cache = torch.tensor([context[:end]], device=self._device), DynamicCache()
+        for kept in self._kept:
+            if kept[0][:end] == context[:end]:
+                return kept
+        tokens = torch.tensor([context[:end]], device=self._device)
+        cache: Any = DynamicCache()
         self._forward(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
         self._kept.append((context[:end], layers))
-        return layers
+        return self._kept[-1]
