@@ -155,6 +155,10 @@ bench-assumptions: venv
 bench-entropies: venv
 	$(BIN)/python -m benchmarks.studies.entropies $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
 
+# Hit rates of vLLM's prefix cache in conversations, with and without speculation.
+bench-prefix-hits: venv
+	$(BIN)/python -m benchmarks.studies.prefix_hits $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
+
 # What `adaptive` would draft, over the best fixed configuration of each set: replayed, no engine.
 bench-budget: venv
 	$(BIN)/python -m benchmarks.studies.simulated_budget $(FROM_PROMPTS)
