@@ -157,7 +157,7 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
 
 
 def test_committed_tables_have_one_schema():
-    """All but those of `vllm-hsd bench`, of drafts, steps, runners and the replay."""
+    """All but those of `vllm-hsd bench`, of drafts, steps, runners, caches and the replay."""
     # Intervals and latencies came later.
     schemas = [[*COLUMNS[:end], "commit", "machine"] for end in (COLUMNS.index("ci_low"), None)]
     for path in sorted(STUDIES.glob("*.csv")):
@@ -168,6 +168,7 @@ def test_committed_tables_have_one_schema():
             "runners",
             "runners_family",
             "simulated_budget",
+            "prefix_hits",
         ):
             continue
         with path.open() as file:
