@@ -1,6 +1,8 @@
 """A target and its candidates: probabilities, exits, tables, drawn text, refused inputs."""
 
+import gc
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -108,6 +110,19 @@ def test_contexts_of_one_text_are_continued_from_one_reading(models, text_family
             whole = torch.tensor([[*context, *tokens[row, :-1]]])
             alone = models.logits(whole, len(context) - 1, [model])[model][0]
             assert torch.allclose(found[row], alone, atol=1e-4)
+
+
+def test_models_are_freed_for_the_engine_that_is_timed_next(text_family):
+    """At once, not when garbage is collected."""
+    models = ModelSet(text_family.target, make_candidates(models=[text_family.small]))
+    models.draw(0, [[5, 9]], 2, Sampling(), torch.Generator().manual_seed(0))
+    freed = weakref.ref(models.models[0])
+    gc.disable()
+    try:
+        del models
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_another_vocabulary(text_family, family, tmp_path):

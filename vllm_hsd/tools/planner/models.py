@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from vllm_hsd.cascade.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
@@ -285,7 +285,7 @@ class ModelSet:
         """
         drawing, cache = self.models[model], None
         if keeps_keys(drawing):
-            cache, mask, tokens = self._shared(model).begin(contexts)
+            cache, mask, tokens = self._begin(model, contexts)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
         else:
             tokens = nn.utils.rnn.pad_sequence(
@@ -327,7 +327,7 @@ class ModelSet:
         found = self.models[model]
         if not keeps_keys(found):
             return None
-        cache, mask, last = self._shared(model).begin(contexts)
+        cache, mask, last = self._begin(model, contexts)
         mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
         result = self._forward(
             found,
@@ -340,12 +340,11 @@ class ModelSet:
         logits: Tensor = result.logits
         return logits
 
-    def _shared(self, model: int) -> SharedTexts:
-        if model not in self._texts:
-            self._texts[model] = SharedTexts(
-                partial(self._forward, self.models[model]), self.device
-            )
-        return self._texts[model]
+    def _begin(
+        self, model: int, contexts: Sequence[Sequence[int]]
+    ) -> tuple[DynamicCache, Tensor, Tensor]:
+        texts = self._texts.setdefault(model, SharedTexts(self.device))
+        return texts.begin(partial(self._forward, self.models[model]), contexts)
 
 
 def _load(path: str, device: str) -> Any:

@@ -21,24 +21,25 @@ def keeps_keys(model: Any) -> bool:
 
 
 class SharedTexts:
-    """Keys and values of the texts of the last contexts that a model has continued.
+    """Keys and values of the texts of the last contexts that a model has continued."""
 
-    Args:
-        forward: runs the model on tokens, with arguments of transformers.
-    """
-
-    def __init__(self, forward: Callable[..., Any], device: str) -> None:
-        self._forward, self._device = forward, device
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._kept: list[tuple[list[int], Layers]] = []
 
-    def begin(self, contexts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor, Tensor]:
+    def begin(
+        self, forward: Callable[..., Any], contexts: Sequence[Sequence[int]]
+    ) -> tuple[DynamicCache, Tensor, Tensor]:
         """What the model keeps of all but the last token of each context.
+
+        Args:
+            forward: runs the model on tokens, with arguments of transformers.
 
         Returns:
             cache, padded on the left; its mask int64 [B, L]; the last tokens int64 [B, 1].
         """
         ends = [len(context) - 1 for context in contexts]
-        used = [self._read(list(context)) for context in contexts]
+        used = [self._read(forward, list(context)) for context in contexts]
         self._kept = list({id(each): each for each in used}.values())
         texts = [layers for _, layers in used]
         longest = max(ends)
@@ -55,7 +56,7 @@ class SharedTexts:
         last = torch.tensor([[context[-1]] for context in contexts], device=self._device)
         return DynamicCache(found or None), mask.long(), last
 
-    def _read(self, context: list[int]) -> tuple[list[int], Layers]:
+    def _read(self, forward: Callable[..., Any], context: list[int]) -> tuple[list[int], Layers]:
         """A text that begins with the context; keys and values [heads, L, D] of each layer."""
         end = max(len(context) - 1, 1)
         for kept in self._kept:
@@ -63,7 +64,7 @@ class SharedTexts:
                 return kept
         tokens = torch.tensor([context[:end]], device=self._device)
         cache: Any = DynamicCache()
-        self._forward(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        forward(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
         self._kept.append((context[:end], layers))
         return self._kept[-1]
