@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
@@ -26,6 +27,9 @@ from vllm_hsd.tools.planner.profile import Profile, Prompts, check_table_size
 from vllm_hsd.tools.planner.prompts import encode, read_prompts
 from vllm_hsd.tools.planner.task import Task
 from vllm_hsd.tools.planner.timing import Timing
+
+# Bytes of a timed engine's KV cache on a CPU, at most.
+MAX_CACHE = 4 << 30
 
 
 class Stages:
@@ -190,8 +194,11 @@ def _with_defaults(task: Task, device: str, console: Console) -> Task:
     """The task with what vLLM needs to be told on a CPU."""
     if device != "cpu":
         return task
-    # Two engines share the memory, and vLLM means the CPU's by this name.
-    engine_args = {"gpu_memory_utilization": 0.3} | task.engine_args
+    engine_args = dict(task.engine_args)
+    if "gpu_memory_utilization" not in engine_args:
+        # Two engines share the memory; weights may take more than any share that vLLM is told.
+        room = min(MAX_CACHE, psutil.virtual_memory().available // 8)
+        engine_args.setdefault("kv_cache_memory_bytes", room)
     if engine_args.get("dtype", "auto") == "auto":
         choice = choose_dtype(task.target)
         console.print(f"dtype of the timed engine: {choice}", soft_wrap=True)
