@@ -358,43 +358,28 @@ def fill(
     return faults
 
 
-def study(
-    name: str,
-    groups: Sequence[Group],
-    chosen: argparse.Namespace,
-    *,
-    sets: Sequence[str] = (),
-    x: str = "temperature",
-    measures: Mapping[str, str] = MEASURES,
-    view: Callable[[dict[str, str]], dict[str, str]] = dict,
-    **engines: Any,
-) -> int:
-    """Measure groups over sets of prompts, print means of the sets and draw them.
+def study(name: str, groups: Sequence[Group], chosen: argparse.Namespace, **engines: Any) -> int:
+    """Measure groups over sets of prompts, print means of the sets and draw them by temperature.
 
     Args:
         name: of the files.
         chosen: values of `options`.
-        sets: the only ones to measure (default: all).
-        x: column that varies within a table and a panel.
-        measures: column -> what the figure calls it.
-        view: a row as tables and figure take it.
         engines: see `fill`.
 
     Returns:
         1 if greedy answers differ, else 0.
     """
     prompts, found = read_sets(chosen.prompts, chosen.num_prompts)
-    found = {each: own for each, own in found.items() if not sets or each in sets}
     measured = len(prompts)
     prompts += read_prompts(chosen.warm_up) if chosen.warm_up else []
     engines["warm_up"] = range(measured, len(prompts))
     table = Table(chosen.output / f"{name}.csv")
     faults = fill(table, groups, chosen, prompts, found, **engines)
-    rows = [view(row) for row in table.rows if row["configuration"] != PLAIN]
-    for measure in measures:
-        print(*means(rows, measure, x), sep="\n")
+    rows = [row for row in table.rows if row["configuration"] != PLAIN]
+    for measure in MEASURES:
+        print(*means(rows, measure, "temperature"), sep="\n")
     title = f"{rows[0]['dtype']}, {rows[0]['machine']}; means of the sets"
     figure = table.path.with_suffix(".png")
-    plot.lines(rows, figure, x=x, measures=measures, panel="group", title=title)
+    plot.lines(rows, figure, x="temperature", measures=MEASURES, panel="group", title=title)
     print(f"\nWritten: {table.path}, {figure}", *faults, sep="\n")
     return 1 if faults else 0

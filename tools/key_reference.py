@@ -86,9 +86,10 @@ def vllms(model: type[Keys]) -> str:
 def page() -> str:
     """The text of docs/keys.md: keys of several kinds once, then what each kind has of its own."""
     lines = [HEAD, *HEADER, *rows(CascadeConfig)]
+    rows_of = {kind: rows(model) for kind, model in KINDS.items()}
     kinds: dict[str, list[str]] = {}
-    for kind, model in KINDS.items():
-        for row in rows(model):
+    for kind, own in rows_of.items():
+        for row in own:
             kinds.setdefault(row, []).append(f"`{kind}`")
     shared = {row: names for row, names in kinds.items() if len(names) > 1}
     lines += ["", "## Keys of several kinds of levels", ""]
@@ -103,7 +104,7 @@ def page() -> str:
         lines += ["", f"vLLM's own keys for a draft model, of {', '.join(names)}: {found}."]
     for kind, model in KINDS.items():
         summary = (inspect.getdoc(model) or "").split("\n")[0]
-        own = [row for row in rows(model) if row not in shared]
+        own = [row for row in rows_of[kind] if row not in shared]
         lines += ["", f"## `{kind}` levels", "", summary, "", *HEADER, *own]
     return "\n".join(lines) + "\n"
 

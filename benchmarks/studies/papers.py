@@ -14,13 +14,12 @@ import os
 from typing import Any
 
 from benchmarks import sweep
-from benchmarks.columns import Table, means
 from benchmarks.common import RESULTS
 from benchmarks.models.quantize import int8_copy
 from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import fixed
-from benchmarks.sweep import MEASURES, PLAIN, Config, Group
+from benchmarks.sweep import Config, Group
 
 LENGTHS = 16, 8, 4
 # Engines that do not share their levels, as many as fit in memory together.
@@ -42,8 +41,8 @@ def verifiers(small: dict[str, Any]) -> dict[str, Config]:
 def several_drafts(small: dict[str, Any], counts: tuple[int, ...]) -> dict[str, Config]:
     """Drafts that the target verifies together (Traversal Verification)."""
     return {
-        f"{count} drafts of {DRAWN_LENGTH}": fixed({**small, "branches": count}, length=4)
-        for count in counts
+        f"{n} drafts of {DRAWN_LENGTH}": fixed({**small, "branches": n}, length=DRAWN_LENGTH)
+        for n in counts
     }
 
 
@@ -101,20 +100,13 @@ def main() -> int:
     options = parser.parse_args()
     options.model = os.path.relpath(qwen_coder("1.5B"))
     found = groups()
-    table = Table(options.output / "papers.csv")
-    faults = sweep.fill(
-        table,
+    return sweep.study(
+        "papers",
         [found[name] for name in options.groups or found],
         options,
-        *sweep.read_sets(options.prompts, options.num_prompts),
         engines_class=SharedEngines,
         kv_cache_memory_bytes=1 << 29,
     )
-    rows = [row for row in table.rows if row["configuration"] != PLAIN]
-    for measure in MEASURES:
-        print(*means(rows, measure, "temperature"), sep="\n")
-    print(f"\nWritten: {table.path}", *faults, sep="\n")
-    return 1 if faults else 0
 
 
 if __name__ == "__main__":

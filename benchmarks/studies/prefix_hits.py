@@ -65,7 +65,6 @@ def rows(chosen: Any, configs: Mapping[str, Config]) -> list[dict[str, Any]]:
             "max_model_len": 4096,
             "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": True,
-            "disable_log_stats": False,
             **({"speculative_config": config} if config else {}),
         }
         with EngineProcess(engine_args, name, log=chosen.output / "engine.log") as engine:

@@ -207,6 +207,27 @@ def test_groups_of_the_papers_take_at_most_two_drafting_engines(monkeypatch, tmp
         assert len({host for host, _ in found.values()}) <= 3
 
 
+def test_a_study_hosts_its_engines_and_draws_its_groups(monkeypatch, tmp_path):
+    monkeypatch.setattr(papers, "qwen_coder", lambda size: tmp_path / size)
+    monkeypatch.setattr(papers, "int8_copy", lambda source, out: out)
+    hosted = {}
+
+    def started(chosen, configs, prompts, **keys):
+        hosted.update(keys)
+        return nullcontext(engines_of(configs, tmp_path))
+
+    monkeypatch.setattr(sweep, "started", started)
+    monkeypatch.setattr(sweep, "read_sets", lambda *_: (list("wxyz"), SETS))
+    chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path, warm_up=None)
+    group = papers.groups()["levels"]
+    keys = {"engines_class": shared_engines.SharedEngines}
+    assert sweep.study("papers", [group], chosen, **keys) == 0
+    assert hosted["engines_class"] is shared_engines.SharedEngines
+    rows = Table(tmp_path / "papers.csv").rows
+    assert {row["set"] for row in rows} == set(SETS) and len(rows) == 2 * (1 + len(group.configs))
+    assert (tmp_path / "papers.png").read_bytes().startswith(b"\x89PNG")
+
+
 class Answers:
     """An engine that writes a file of forty lines, faster with a right prediction."""
 

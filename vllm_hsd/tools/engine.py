@@ -22,6 +22,8 @@ from vllm_hsd.tools.worker_process import WorkerProcess, at_end, reason_of, send
 # Arguments of `vllm.LLM` that every engine gets unless the caller says otherwise: the counts of
 # accepted tokens exist only with statistics on.
 ENGINE_DEFAULTS = {"disable_log_stats": False, "seed": 0}
+# Bytes of an engine's KV cache on a CPU, at most: vLLM's default leaves no room for a second one.
+MAX_CPU_CACHE = 4 << 30
 
 Prompt = str | Sequence[int]
 # Token ids of several texts, and arguments of `vllm.SamplingParams` for each.

@@ -16,7 +16,7 @@ from vllm_hsd.host.request_keys import KEYS
 from vllm_hsd.tools.cli import bench_quality, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.tools.cli.options import progress
-from vllm_hsd.tools.engine import EngineProcess
+from vllm_hsd.tools.engine import MAX_CPU_CACHE, EngineProcess
 from vllm_hsd.tools.machine_load import CpuTimes
 
 # Room between the longest output and the engine's longest context: near it, drafters stop, and a
@@ -24,7 +24,6 @@ from vllm_hsd.tools.machine_load import CpuTimes
 SPARE_TOKENS = 1024
 # A drafting engine needs more memory than the plain one, whose size is known when it has loaded.
 DRAFTER_MEMORY = 1.2
-MAX_CPU_CACHE = 4 << 30
 
 
 class Engines:

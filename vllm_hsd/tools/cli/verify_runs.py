@@ -34,11 +34,11 @@ from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS, Facts, Found
 from vllm_hsd.tools.audit.workloads import run as serve
 from vllm_hsd.tools.cli import bench, greedy, verify_report, verify_workloads
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results
-from vllm_hsd.tools.cli.bench_runs import MAX_CPU_CACHE, engine_arguments
+from vllm_hsd.tools.cli.bench_runs import engine_arguments
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
 from vllm_hsd.tools.cli.verify_workloads import shares
-from vllm_hsd.tools.engine import EngineProcess
+from vllm_hsd.tools.engine import MAX_CPU_CACHE, EngineProcess
 
 # Requests of an engine at once, and those of sampled text: in small batches most is drafted.
 BATCH_SIZE, SMALL_BATCH = 64, 8

@@ -20,6 +20,7 @@ from vllm_hsd.checked_files import written_whole
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.tools import system
 from vllm_hsd.tools.dtype import choose_dtype
+from vllm_hsd.tools.engine import MAX_CPU_CACHE
 from vllm_hsd.tools.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.tools.planner.latencies import Latencies
 from vllm_hsd.tools.planner.models import ModelSet
@@ -27,9 +28,6 @@ from vllm_hsd.tools.planner.profile import Profile, Prompts, check_table_size
 from vllm_hsd.tools.planner.prompts import encode, read_prompts
 from vllm_hsd.tools.planner.task import Task
 from vllm_hsd.tools.planner.timing import Timing
-
-# Bytes of a timed engine's KV cache on a CPU, at most.
-MAX_CACHE = 4 << 30
 
 
 class Stages:
@@ -197,7 +195,7 @@ def _with_defaults(task: Task, device: str, console: Console) -> Task:
     engine_args = dict(task.engine_args)
     if "gpu_memory_utilization" not in engine_args:
         # Two engines share the memory; weights may take more than any share that vLLM is told.
-        room = min(MAX_CACHE, psutil.virtual_memory().available // 8)
+        room = min(MAX_CPU_CACHE, psutil.virtual_memory().available // 8)
         engine_args.setdefault("kv_cache_memory_bytes", room)
     if engine_args.get("dtype", "auto") == "auto":
         choice = choose_dtype(task.target)
