@@ -1,6 +1,8 @@
 """`vllm-hsd advise`: what it starts with where, and that vLLM takes what it prints."""
 
 import json
+import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -81,7 +83,10 @@ FAULTY = {"model_type": "deepseek_v3", "architectures": ["X"]}
     [{**FAULTY, "num_nextn_predict_layers": "x"}, {"layer_types": [[1]]}, {"hidden_size": "a"}],
     ids=str,
 )
-def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys):
+def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys, monkeypatch):
+    # vLLM's own lines about a configuration, as a new process logs them.
+    handler = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **faulty}))
     assert main(["advise", "--model", str(tmp_path)]) == 2
     said = capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import shlex
 from collections.abc import Iterator
@@ -107,6 +109,19 @@ def _with_drafter(device: str, own: dict[str, Any]) -> Advice:
     )
 
 
+@contextlib.contextmanager
+def _reading(model: str) -> Iterator[None]:
+    """Turns what vLLM or transformers raise and log of a configuration into one sentence."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:  # whatever a config.json makes them raise
+        raise UserError(f"--model {quoted(model)} cannot be read ({brief(error)}).") from error
+    finally:
+        logging.disable(disabled)
+
+
 def target_of(model: str) -> tuple[str, dict[str, Any] | None]:
     """The target of a checkpoint, and the drafter that it is (speculators' format) or brings.
 
@@ -116,7 +131,7 @@ def target_of(model: str) -> tuple[str, dict[str, Any] | None]:
     from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
     from vllm.transformers_utils.config import get_config, maybe_override_with_speculators
 
-    try:
+    with _reading(model):
         target, _, own = maybe_override_with_speculators(model, None, trust_remote_code=False)
         if own:
             return target, own
@@ -126,8 +141,6 @@ def target_of(model: str) -> tuple[str, dict[str, Any] | None]:
         # vLLM knows the names of these layers in each family.
         draft = SpeculativeConfig.hf_config_override(config) if config.architectures else config
         layers = int(getattr(draft, "n_predict", 0) or 0)
-    except Exception as error:  # whatever a config.json makes vLLM or transformers raise
-        raise UserError(f"--model {quoted(model)} cannot be read ({brief(error)}).") from error
     if draft.model_type not in get_args(MTPModelTypes) or layers < 1:
         return model, None
     return model, {"method": "mtp", "num_speculative_tokens": layers}
@@ -142,11 +155,9 @@ def situation_of(model: str, drafter: dict[str, Any] | None) -> Situation:
     from vllm.platforms import current_platform
     from vllm.transformers_utils.config import get_config
 
-    try:
+    with _reading(model):
         config = get_config(model, trust_remote_code=False).get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
-    except Exception as error:  # whatever a config.json makes vLLM or transformers raise
-        raise UserError(f"--model {quoted(model)} cannot be read ({brief(error)}).") from error
     states = ("ssm_cfg", "mamba_d_state", "state_size", "ssm_state_size", "linear_num_key_heads")
     return Situation(
         device=current_platform.device_type,

@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if model is None and (config or others):
         raise UserError("--speculative-config is checked for a target: add --model.")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Its errors stand in the findings.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     console = Console(soft_wrap=True)
     problems = 0
 
