@@ -52,7 +52,7 @@ NGRAM, EXIT = {"ngram": {}}, {"early_exit": 1}
 # `with_paths` gives them their files.
 EAGLE3, SMALL = {"eagle3": "HEAD"}, {"model": "SMALL"}
 HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [EAGLE3]}
-NO_BRANCHES = "branches is for a model and for sources that are lookups"
+NO_BRANCHES = "has branches, which are for a model and for sources that are all lookups"
 STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
 
 
@@ -92,7 +92,7 @@ def sources(*lookups: dict, **keys) -> dict:
         ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
         ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
         ({"levels": [EAGLE3], "adaptive": True}, {}, "adaptive has no meaning"),
-        ({"levels": [{**EAGLE3, "branches": 2}]}, {}, NO_BRANCHES),
+        ({"levels": [{**EAGLE3, "branches": 2}]}, {}, "branches"),
         ({"levels": [{**SMALL, "branches": 3}]}, {}, None),
         ({"levels": [{**SMALL, "branches": 3}], "verifier": "coupled"}, {}, None),
         (

@@ -211,7 +211,6 @@ def check_serving(hsd: CascadeConfig, parallel_config: ParallelConfig) -> None:
                     f"{name}.{source.kind} drafts alone, without other levels or sources, which "
                     f"may be of the kinds {known}: keep it alone."
                 )
-        level.check_serving(f"levels[{i}]")
     if hsd.several_drafts and not hsd.is_stock:
         _check_several_drafts(hsd)
     if hsd.is_stock:

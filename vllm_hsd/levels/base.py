@@ -194,9 +194,6 @@ class LevelConfig(Keys):
         """
         return None
 
-    def check_serving(self, name: str) -> None:
-        """Check what the level, of a kind that has `drafts_by`, needs to be served; as `check`."""
-
     def build(self, speculator: Any, index: int) -> Any:
         """The level, not yet loaded: see `cascade.program`.
 
@@ -297,12 +294,6 @@ class BranchKeys(LevelConfig):
     """
 
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
-
-    def check_serving(self, name: str) -> None:
-        if self.branches > 1:
-            raise UserError(
-                f"{name}.branches is for a model and for sources that are lookups: remove it."
-            )
 
 
 class LookupKeys(LevelConfig):

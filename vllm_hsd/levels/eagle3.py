@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.levels.base import (
-    BranchKeys,
     Measuring,
     Name,
     SamplingKeys,
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 
-class Eagle3LevelConfig(SamplingKeys, VllmModelKeys, BranchKeys):
+class Eagle3LevelConfig(SamplingKeys, VllmModelKeys):
     """An EAGLE-3 head of the target, which reads the target's states of verified tokens.
 
     Attributes:

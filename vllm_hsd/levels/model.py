@@ -35,9 +35,6 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
         key = name, self.kind, self.model
         return draft_config(*key, self.model_keys, draft_length, target, "draft_model")
 
-    def check_serving(self, name: str) -> None:
-        """A model takes `branches`: see `cascade.several_drafts`."""
-
     def build(self, speculator: Any, index: int) -> Any:
         from vllm_hsd.host.program_models import ProgramModel
 

@@ -74,12 +74,6 @@ class SourcesLevelConfig(BranchKeys):
         """Those of the last source; lookups have none."""
         return self.sources[-1].options(draft_length, verifier)
 
-    def check_serving(self, name: str) -> None:
-        if not self.sources[-1].is_lookup:
-            super().check_serving(name)
-        for key, source in self.named_sources(name):
-            source.check_serving(key)
-
     def build(self, speculator: Any, index: int) -> Any:
         from vllm_hsd.budget.source_choice import build
 
@@ -92,6 +86,10 @@ class SourcesLevelConfig(BranchKeys):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
+        if self.branches > 1 and not self.sources[-1].is_lookup:
+            raise ValueError(
+                "has branches, which are for a model and for sources that are all lookups: remove it"
+            )
         for i, source in enumerate(self.sources):
             if i < len(self.sources) - 1 and not source.is_lookup:
                 lookups = ", ".join(kind for kind, cls in KINDS.items() if cls.is_lookup)
