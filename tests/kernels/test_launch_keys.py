@@ -1,7 +1,7 @@
 """Triton compiles nothing anew for a number of requests: such a step would wait for it."""
 
 import pytest
-from support import kernel_builds, kernel_launches, launch_cases
+from support import kernel_builds, launch_cases, meta_tensors
 
 BATCHES = (1, 2, 3, 4, 5, 8, 16)
 
@@ -10,7 +10,7 @@ BATCHES = (1, 2, 3, 4, 5, 8, 16)
 def test_launches_have_the_same_keys_at_every_batch_size(number, monkeypatch):
     by_batch = []
     for batch in BATCHES:
-        monkeypatch.setattr(kernel_launches, "_BATCH", batch)
+        monkeypatch.setattr(meta_tensors, "BATCH", batch)
         with kernel_builds.launch_keys(90) as found:
             launch_cases.launch([launch_cases.SHORT[number]])
         by_batch.append(found)

@@ -9,7 +9,8 @@ import torch
 from vllm_hsd.kernels.chain_verify import METHODS
 from vllm_hsd.kernels.tree_verify import MAX_NODES
 
-from .kernel_launches import Branches, Cascade, SeveralDrafts, StockDrafter, Trees
+from .kernel_launches import Cascade
+from .verification_launches import Branches, SeveralDrafts, StockDrafter, Trees
 
 # The fast suite's, in the shapes of Qwen3, one length for all: each launches a kernel of its own.
 SHORT = (
