@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import plot, sweep
 from benchmarks.columns import Table
 from benchmarks.common import RESULTS
+from benchmarks.models.quantize import int8_copy
 from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.shared_engines import SharedEngines
@@ -33,28 +34,43 @@ SETS = "humaneval", "mt_bench", "gsm8k", "sum"
 TABLE = RESULTS / "results.csv"
 PLACES = 1, 2, 4, 8
 MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
-ADAPTIVE = "suffix < 0.5B, adaptive"
-FAMILY, FAMILY_PEER, SMALL = "Qwen2.5-Coder 1.5B", "Qwen2.5-Coder 1.5B, vLLM's", "SmolLM2 135M"
+FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
+FAMILY_PEER, FAMILY_INT8 = f"{FAMILY}, vLLM's", f"{FAMILY}, 0.5B in 8 bits"
 
 
 def family() -> dict[str, Config]:
     """A lookup and the 0.5B, alone and as a cascade; one engine serves all of fixed lengths."""
-    lookup: dict[str, Any] = {"suffix": {}}
     small = {"model": os.path.relpath(qwen_coder("0.5B"))}
-    below = {**lookup, "num_tokens": 8}
     return {
-        "suffix 8 < 0.5B 8": fixed(below, small, length=8),
+        "suffix 8 < 0.5B 8": fixed({"suffix": {}, "num_tokens": 8}, small, length=8),
         "0.5B 3": fixed(small, length=3),
-        "suffix 8": fixed(lookup, length=8),
-        ADAPTIVE: fixed(below, small, length=8, adaptive=True),
+        "suffix 8": fixed({"suffix": {}}, length=8),
+        **adaptive("0.5B", small["model"]),
     }
 
 
 def family_peer() -> dict[str, Config]:
     """vLLM's own drafter, apart: four targets at once take more memory than most have."""
-    small = os.path.relpath(qwen_coder("0.5B"))
-    own = {"method": "draft_model", "num_speculative_tokens": 3, "model": small}
-    return {"vLLM's draft_model 3": own, ADAPTIVE: family()[ADAPTIVE]}
+    return peer("0.5B", os.path.relpath(qwen_coder("0.5B")))
+
+
+def family_int8() -> dict[str, Config]:
+    """As `family_peer`, the drafter's weights in 8 bits for both."""
+    source = qwen_coder("0.5B")
+    copy = int8_copy(source, source.with_name(f"{source.name}-int8"))
+    return peer("8-bit 0.5B", os.path.relpath(copy))
+
+
+def peer(name: str, model: str) -> dict[str, Config]:
+    """vLLM's own method with a drafter, and ours."""
+    own = {"method": "draft_model", "num_speculative_tokens": 3, "model": model}
+    return {f"vLLM's draft_model 3, {name}": own, **adaptive(name, model)}
+
+
+def adaptive(name: str, model: str) -> dict[str, Config]:
+    """A lookup below a drafter, lengths chosen while serving."""
+    levels: list[dict[str, Any]] = [{"suffix": {}, "num_tokens": 8}, {"model": model}]
+    return {f"suffix < {name}, adaptive": fixed(*levels, length=8, adaptive=True)}
 
 
 def smollm() -> dict[str, Config]:
@@ -64,6 +80,14 @@ def smollm() -> dict[str, Config]:
         "suffix 8": fixed(SUFFIX, length=8),
         "suffix, adaptive": fixed(SUFFIX, adaptive=True),
     }
+
+
+GROUPS = {
+    FAMILY: family,
+    SMALL: smollm,
+    FAMILY_PEER: family_peer,
+    FAMILY_INT8: family_int8,
+}
 
 
 def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -136,7 +160,7 @@ def main() -> int:
     parser.set_defaults(max_tokens=128, num_prompts=10, compiled=True)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     parser.add_argument("--batch-sizes", type=integers, default=[1, 4, 16], help=f"of {SMALL}")
-    parser.add_argument("--groups", nargs="+", default=[FAMILY, SMALL, FAMILY_PEER])
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS))
     parser.add_argument("--only", nargs="+", help="names of configurations")
     parser.add_argument("--tables", action="store_true", help="print what was measured and end")
     options = parser.parse_args()
@@ -152,7 +176,7 @@ def main() -> int:
         edits.write(Path(directory, "edits.jsonl"))
         prompts = sweep.read_sets(Path(directory), options.num_prompts)
     for name in options.groups:
-        configs = {FAMILY: family, FAMILY_PEER: family_peer, SMALL: smollm}[name]()
+        configs = GROUPS[name]()
         chosen = {k: v for k, v in configs.items() if not options.only or k in options.only}
         options.model = os.path.relpath(smollm2() if name == SMALL else qwen_coder("1.5B"))
         sizes = options.batch_sizes if name == SMALL else [1]
