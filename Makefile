@@ -82,7 +82,7 @@ docs: venv
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification cpu-matmul gpu-verification \
-	predictions cascade-points cascade-map several-drafts ablations demo demo-cascade adaptive
+	predictions cascade-map several-drafts ablations demo demo-cascade adaptive
 bench: venv
 	@failed=; \
 	for name in $(addprefix bench-,$(BENCHMARKS)); do \
@@ -121,9 +121,7 @@ bench-gpu-verification: venv
 bench-predictions: venv
 	$(BIN)/python -m benchmarks.planner.check_predictions --output results/planner
 
-# docs/when-cascades-pay.md: measured points, the map with those that are committed, several drafts.
-bench-cascade-points: venv
-	$(BIN)/python -m benchmarks.planner.cascade_points
+# docs/when-cascades-pay.md: the map, several drafts.
 
 bench-cascade-map: venv
 	$(BIN)/python -m benchmarks.planner.cascade_map

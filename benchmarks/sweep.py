@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import common, plot
 from benchmarks.columns import Table, chosen, counts, interval, latencies, means, times
-from benchmarks.models.smollm2 import smollm2, zero_padded
+from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.tools.cli import bench, bench_quality, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.tools.cli.bench_runs import Engines, compare_greedy
@@ -239,14 +239,6 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
             "--warm-up", type=Path, help="prompts that all answer before each temperature"
         )
     return parser
-
-
-def padded(chosen: argparse.Namespace, name: str) -> str:
-    """The name of a study's files; `--padded` parameters make the model a zero-padded one."""
-    if not chosen.padded:
-        return name
-    chosen.model = os.path.relpath(zero_padded(chosen.padded))
-    return f"{name}_{chosen.padded / 1e6:.0f}M"
 
 
 def read_sets(directory: Path | None, count: int) -> tuple[list[Any], dict[str, list[int]]]:

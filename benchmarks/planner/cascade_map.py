@@ -1,4 +1,4 @@
-"""When does a cascade pay? The map, and what is published or measured, placed on it.
+"""When does a cascade pay? The map, and what is published, placed on it.
 
     python -m benchmarks.planner.cascade_map
 
@@ -7,7 +7,6 @@ one by the mid model's cost, the small one's, and their acceptance; and cascade_
 papers say, with what the map says where they give enough. docs/when-cascades-pay.md reads them.
 """
 
-import csv
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from benchmarks.common import REPOSITORY, RESULTS, options, write_csv
+from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.planner.two_levels import Drafters, best, small_at_target
 from benchmarks.plot import saved_figure
 
@@ -29,7 +28,6 @@ SMALL_AT_MID = (0.4, 0.6, 0.8)
 # a compute-bound CPU took (59 ms over 9 tokens, 37 over one: benchmarks/notes).
 SLOPES = (0.0, 0.07)
 X_TICKS, Y_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5), (0.01, 0.03, 0.1, 0.3, 0.9)
-POINTS = REPOSITORY / "benchmarks" / "planner" / "cascade_points.csv"
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,8 @@ def cells(mid_costs=MID_COSTS, small_costs=SMALL_COSTS) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(rows: list[dict[str, Any]], points: list[dict[str, Any]], path: Path) -> None:
-    """A panel for every pair of acceptance rates; the measured points in the nearest one."""
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A panel for every pair of acceptance rates."""
     with saved_figure(path, 11, 9.5) as figure:
         axes = figure.subplots(len(MID_AT_TARGET), len(SMALL_AT_MID), sharex=True, sharey=True)
         for (i, a), (j, b) in itertools.product(enumerate(MID_AT_TARGET), enumerate(SMALL_AT_MID)):
@@ -173,15 +171,6 @@ def plot(rows: list[dict[str, Any]], points: list[dict[str, Any]], path: Path) -
             axis.set_yticks(Y_TICKS, [f"{tick:g}" for tick in Y_TICKS])
             axis.minorticks_off()
             axis.set_title(f"acceptance: mid {a:g}, small by mid {b:g}", fontsize="medium")
-            for point in points:
-                if _nearest(point) == (a, b):
-                    axis.plot(point["mid_cost"], point["small_cost"], "k^")
-                    axis.annotate(
-                        f"{point['measured_ratio']:.2f}",
-                        (point["mid_cost"], point["small_cost"]),
-                        textcoords="offset points",
-                        xytext=(4, 4),
-                    )
         for axis in axes[-1]:
             axis.set_xlabel("cost of mid / target")
         for axis in axes[:, 0]:
@@ -207,26 +196,11 @@ def _norm():
     return TwoSlopeNorm(1.0, 0.6, 1.5)
 
 
-def _nearest(point: dict[str, Any]) -> tuple[float, float]:
-    a = min(MID_AT_TARGET, key=lambda rate: abs(rate - point["mid_at_target"]))
-    b = min(SMALL_AT_MID, key=lambda rate: abs(rate - point["small_at_mid"]))
-    return a, b
-
-
-def measured_points() -> list[dict[str, Any]]:
-    """Those of `cascade_points.py`, none where it has not run."""
-    if not POINTS.exists():
-        return []
-    columns = ("mid_cost", "small_cost", "mid_at_target", "small_at_mid", "measured_ratio")
-    with POINTS.open() as file:
-        return [{name: float(row[name]) for name in columns} for row in csv.DictReader(file)]
-
-
 def main() -> None:
     args = options(__doc__, RESULTS / "planner").parse_args()
     rows = cells()
     write_csv(args.output / "cascade_map.csv", rows)
-    plot(rows, measured_points(), args.output / "cascade_map.png")
+    plot(rows, args.output / "cascade_map.png")
     families = [on_the_map(each) for each in published()]
     write_csv(args.output / "cascade_published.csv", families)
     for row in families:

@@ -6,9 +6,7 @@ Measures a profile of the bundled models unless the output directory holds one, 
 cascades in turn in one engine and no speculation in another, and writes predictions.csv and .png. A
 shared machine is not equally fast all the time: the passes that time the models for the profile run
 again between these runs, and their times are what the predictions are made of.
-With --zero-padded, the target is that of benchmarks/models/zero_pad.py: the text and the acceptance
-of the tiny target at the cost of a larger one; with --family, it is Qwen2.5-Coder 1.5B, drafted for
-by its 0.5B and a suffix lookup.
+With --family, the target is Qwen2.5-Coder 1.5B, drafted for by its 0.5B and a suffix lookup.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
@@ -197,9 +195,6 @@ def write(
 
 def main() -> None:
     parser = options(__doc__, RESULTS / "predictions")
-    parser.add_argument(
-        "--zero-padded", type=Path, default=None, help="directory of the zero-padded target"
-    )
     parser.add_argument("--family", action="store_true", help="Qwen2.5-Coder 1.5B and 0.5B")
     parser.add_argument("--each", type=int, default=5, help="best and random cascades to run")
     parser.add_argument("--exits", nargs="*", type=int, default=[2])
@@ -229,8 +224,7 @@ def main() -> None:
         found = candidates(models=[os.path.relpath(qwen_coder("0.5B"))], suffix="")
         engine["max_model_len"] = 2048
     else:
-        source = str(MODELS / "target")
-        target = str(arguments.zero_padded or source)
+        source = target = str(MODELS / "target")
         own_prompts, dtype = MODELS / "prompts.jsonl", "float32"
         found = candidates(
             models=[str(MODELS / name) for name in ("small", "mid")],
@@ -275,11 +269,7 @@ def main() -> None:
     predictions = predictions_with(timing.latencies(*timed))
     at_own_times = predictions_with(own_latencies(timing, groups))
     names = [label(profile, cascade) for cascade in cascades]
-    kind = "tiny target"
-    if arguments.family:
-        kind = "Qwen2.5-Coder 1.5B"
-    elif arguments.zero_padded:
-        kind = "zero-padded target"
+    kind = "Qwen2.5-Coder 1.5B" if arguments.family else "tiny target"
     title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"
     write(arguments.output, names, predictions, at_own_times, real, title)
 

@@ -102,9 +102,7 @@ def _timed(runner: Any) -> Iterator[Counter[str]]:
 def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "step_shares", sets=True)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
-    parser.add_argument("--padded", type=float, help="parameters of a zero-padded target")
     options = parser.parse_args()
-    name = sweep.padded(options, "step_shares")
     prompts, _ = sweep.read_sets(options.prompts, options.num_prompts)
     rows = []
     with sweep.started(
@@ -131,7 +129,7 @@ def main() -> int:
                 rows.append(row | dict(sorted(shares.items())) | {"dtype": options.dtype})
                 print(rows[-1], flush=True)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    write_csv(options.output / f"{name}.csv", [dict.fromkeys(columns, 0.0) | r for r in rows])
+    write_csv(options.output / "step_shares.csv", [dict.fromkeys(columns, 0.0) | r for r in rows])
     return 0
 
 
