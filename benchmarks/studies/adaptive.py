@@ -2,16 +2,17 @@
 
     python -m benchmarks.studies.adaptive        # or `make bench-adaptive`; about 20 minutes
 
-SmolLM2-135M-Instruct answers the prompts of the demo. A phase keeps a number of streams busy for a
-minute: what comes right after a shift counts. The engines take turns in every phase, and each keeps
-what it has learned from one phase to the next; no speculation takes part a second time. Writes
-adaptive.csv and adaptive.png: tokens per second and median time per token over those of no
-speculation, and what was chosen: mean draft length and the share of steps without a draft, per
-request.
+SmolLM2-135M-Instruct answers the prompts of the demo. In a phase, so many requests are under way at
+a time; all engines answer the same ones, in turn, in ROUNDS parts, and each keeps what it has
+learned from one phase to the next. No speculation takes part a second time: how far equal engines
+differ. Writes adaptive.csv and adaptive.png: tokens per second and median time per token over those
+of no speculation, and what was chosen: mean draft length and the share of steps without a draft,
+per request.
 """
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import plot, sweep
@@ -19,9 +20,12 @@ from benchmarks.columns import Table, chosen, times
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import fixed, levels, missing
 from benchmarks.studies.demo import read_prompts
-from benchmarks.studies.streams import keep_streams
+from benchmarks.studies.streams import Served, serve
 from benchmarks.sweep import Sweep
 from vllm_hsd.tools.cli.options import integers, progress
+
+# Of a phase; each asks for 2 requests a stream, and for so many at least.
+ROUNDS, FEWEST = 2, 6
 
 
 def configurations() -> dict[str, dict[str, Any] | None]:
@@ -33,37 +37,44 @@ def configurations() -> dict[str, dict[str, Any] | None]:
         f"{kind}, fixed": fixed(lookup),
         f"{kind}, adaptive": fixed(lookup, adaptive=True),
         "all sources, adaptive": fixed({"sources": lookups}, adaptive=True),
-        "all sources, one draft": fixed({"sources": lookups, "branches": 1}, adaptive=True),
         "no speculation, again": None,
     }
 
 
 def measure(
-    engines: Sweep, streams: Sequence[int], seconds: float, sampling: dict[str, float]
+    engines: Sweep, streams: Sequence[int], sampling: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """A row per phase and configuration; `x` is the phase, the batch size its streams."""
     rows = []
     params = {**engines.params, **sampling}
-    prompts, names = engines.setup.prompt_ids, engines.names
+    prompts, names = itertools.cycle(engines.setup.prompt_ids), engines.names
+    for index in range(len(names)):
+        # What was written to memory while other engines started may have left it.
+        engines.engines.get(index).call(serve, [next(prompts)], 1, {**params, "max_tokens": 2})
     for phase, count in enumerate(streams):
-        served = {}
-        for shift in range(len(names)):
-            index = (phase + shift) % len(names)
-            engine = engines.engines.get(index)
-            served[index] = engine.call(keep_streams, prompts, count, seconds, params)
+        served: dict[int, list[Served]] = {index: [] for index in range(len(names))}
+        for part in range(ROUNDS):
+            asked = list(itertools.islice(prompts, max(FEWEST, 2 * count)))
+            for shift in range(len(names)):
+                index = (phase + part + shift) % len(names)
+                engine = engines.engines.get(index)
+                served[index].append(engine.call(serve, asked, count, params))
         plain = served[0]
         for index, name in enumerate(names):
             own = served[index]
-            per_token = [statistics.median(each.per_token) for each in (own, plain)]
+            per_token = [
+                statistics.median(s for each in found for s in each.per_token)
+                for found in (own, plain)
+            ]
             rows.append(
                 {
                     "x": phase,
                     "batch_size": count,
                     "temperature": sampling["temperature"],
                     "configuration": name,
-                    **times([own], [plain]),
+                    **times(own, plain),
                     "per_token": per_token[0] / per_token[1],
-                    **chosen([own]),
+                    **chosen(own),
                     "dtype": engines.setup.dtype,
                     "max_tokens": engines.params["max_tokens"],
                 }
@@ -77,8 +88,7 @@ def measure(
 
 def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "adaptive")
-    parser.add_argument("--streams", type=integers, default=[1, 64, 1, 64, 1])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a phase, for each engine")
+    parser.add_argument("--streams", type=integers, default=[1, 4, 16, 64, 1])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, help="of every request (default: none)")
     options = parser.parse_args()
@@ -102,9 +112,7 @@ def main() -> int:
         temperatures=[options.temperature],
         **engine,
     ) as engines:
-        for index in range(len(engines.names)):
-            engines.engines.get(index)
-        rows = measure(engines, options.streams, options.seconds, sampling)
+        rows = measure(engines, options.streams, sampling)
     table = Table(options.output / "adaptive.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)

@@ -1,4 +1,4 @@
-"""A fixed number of requests under way for a fixed time: as one ends, the next one starts."""
+"""A number of requests, so many of them at a time: as one ends, the next one starts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ STRIDE = 37
 
 @dataclass
 class Served:
-    """What an engine did in that time.
+    """What an engine did.
 
     Attributes:
         num_tokens: of all requests.
-        seconds: the time.
-        first_token_seconds: seconds to it, of every request that got one.
+        seconds: from the first request to the last token.
+        first_token_seconds: seconds to it, of every request.
         per_token: seconds of a token after the first one, of every request with two or more.
         levels: counts of every level of a cascade, cheapest first; empty for other methods.
     """
@@ -38,21 +38,17 @@ class _Request:
     tokens: int = 0
 
 
-def keep_streams(
-    llm: Any,
-    prompts: Sequence[list[int]],
-    streams: int,
-    seconds: float,
-    params: Mapping[str, Any],
+def serve(
+    llm: Any, prompts: Sequence[list[int]], streams: int, params: Mapping[str, Any]
 ) -> Served:
-    """Serve `streams` requests at a time for `seconds`; runs in the engine's process.
+    """Answer every prompt, `streams` at a time; runs in the engine's process.
 
     Answers differ in length, by their number: those of one length begin and end together for ever
     without speculation, and all prompts share a step then.
 
     Args:
         llm: vLLM's `LLM`.
-        prompts: token ids, taken in order and again from the first one.
+        prompts: token ids.
         params: arguments of `vllm.SamplingParams`; `max_tokens` is the mean.
     """
     from vllm.sampling_params import RequestOutputKind
@@ -60,43 +56,35 @@ def keep_streams(
     from vllm_hsd.host.metrics import counted_since, level_counts
     from vllm_hsd.tools.engine import vllm_params
 
-    engine = llm.llm_engine
-    mean = params["max_tokens"]
-    before = level_counts()
-    requests: dict[str, _Request] = {}
-    ended: list[_Request] = []
-    began = time.perf_counter()
+    engine, mean = llm.llm_engine, params["max_tokens"]
+    before, began = level_counts(), time.perf_counter()
+    requests: list[_Request] = []
 
     def start() -> None:
-        number = len(requests) + len(ended)
-        requests[str(number)] = _Request(time.perf_counter())
-        prompt = {"prompt_token_ids": list(prompts[number % len(prompts)])}
+        number = len(requests)
+        if number == len(prompts):
+            return
+        requests.append(_Request(time.perf_counter()))
         tokens = mean // 2 + 1 + STRIDE * number % mean
         own = {**params, "max_tokens": tokens, "output_kind": RequestOutputKind.DELTA}
-        sampling = vllm_params(llm, own)
-        engine.add_request(str(number), prompt, sampling)
+        prompt = {"prompt_token_ids": list(prompts[number])}
+        engine.add_request(str(number), prompt, vllm_params(llm, own))
 
     for _ in range(streams):
         start()
-    while (now := time.perf_counter()) < began + seconds:
+    while engine.has_unfinished_requests():
         for output in engine.step():
             now = time.perf_counter()
-            request, new = requests[output.request_id], len(output.outputs[0].token_ids)
+            request, new = requests[int(output.request_id)], len(output.outputs[0].token_ids)
             if new:
                 request.first, request.last = request.first or now, now
                 request.tokens += new
             if output.finished:
-                ended.append(requests.pop(output.request_id))
                 start()
-    engine.abort_request(list(requests))
-    while engine.has_unfinished_requests():
-        engine.step()
-    served = Served(seconds=now - began)
-    for request in [*ended, *requests.values()]:
-        served.num_tokens += request.tokens
-        if request.tokens:
-            served.first_token_seconds.append(request.first - request.arrived)
-        if request.tokens > 1:
-            served.per_token.append((request.last - request.first) / (request.tokens - 1))
-    served.levels = counted_since(before)
-    return served
+    return Served(
+        sum(request.tokens for request in requests),
+        time.perf_counter() - began,
+        [request.first - request.arrived for request in requests],
+        [(r.last - r.first) / (r.tokens - 1) for r in requests if r.tokens > 1],
+        counted_since(before),
+    )
