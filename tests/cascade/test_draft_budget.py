@@ -106,6 +106,17 @@ def test_searches_that_find_next_to_nothing_cost_next_to_nothing(found):
     assert serving.run(400) * plain / 12 > 0.985
 
 
+def test_a_load_that_swings_does_not_make_searches_pay():
+    """What they gained at a batch size is known when the load comes back to it."""
+    serving = Serving(cpu, [Guess(0.5, 0.0, seconds=0.1 * cpu(12))], 24)
+    ratios = []
+    for turn in range(60):
+        size = (12, 24)[turn % 2]
+        serving.use(size)
+        ratios.append(serving.run(8) * cpu(size) / size)
+    assert np.mean(ratios[20:]) > 0.98
+
+
 def test_searches_are_found_to_pay_again_within_a_pause():
     rates, confidence = np.where(np.arange(24) < 12, [[0.02], [0.3]], [[0.95], [0.95]])
     serving = Serving(cpu, [Guess(rates, 1.0, confidence, 0.02 * cpu(12))], 24)

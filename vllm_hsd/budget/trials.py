@@ -68,20 +68,22 @@ class Searches:
     """
 
     def __init__(self) -> None:
-        self.size, self.gained, self.cost, self.pause = -1, 0.0, 0.0, 0
+        # By batch size: tokens gained and their price, of the last searches.
+        self.known: dict[int, tuple[float, float]] = {}
+        self.pause = 0
 
     def due(self, size: int) -> bool:
         """Whether lookups search in this step, of a batch of about this size; a step has passed."""
-        if size != self.size or not self.pause:
+        gained, cost = self.known.get(size, (0.0, 0.0))
+        if gained >= cost or not self.pause:
             return True
         self.pause -= 1
         return False
 
     def observe(self, size: int, gained: float, cost: float) -> None:
         """Take in a search: tokens gained above the price of verifying them, and its own price."""
-        if size != self.size:
-            # Of another size it is taken to pay until it has been seen for a while.
-            self.size, self.gained, self.cost = size, cost / (1 - SEARCH_MEMORY), 0.0
-        self.gained = SEARCH_MEMORY * self.gained + gained
-        self.cost = SEARCH_MEMORY * self.cost + cost
-        self.pause = SEARCH_PAUSE if self.gained < self.cost else 0
+        # Of a new size it is taken to pay until it has been seen for a while.
+        before = self.known.get(size, (cost / (1 - SEARCH_MEMORY), 0.0))
+        own, price = (SEARCH_MEMORY * each for each in before)
+        self.known[size] = own + gained, price + cost
+        self.pause = SEARCH_PAUSE
