@@ -88,7 +88,8 @@ class SourcesLevelConfig(BranchKeys):
     def _check_sources(self) -> Self:
         if self.branches > 1 and not self.sources[-1].is_lookup:
             raise ValueError(
-                "has branches, which are for a model and for sources that are all lookups: remove it"
+                "has branches, which are for a model and for sources that are all lookups: remove "
+                "them"
             )
         for i, source in enumerate(self.sources):
             if i < len(self.sources) - 1 and not source.is_lookup:
