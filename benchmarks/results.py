@@ -142,7 +142,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     own = [
         {
             **row,
-            "temperature": f"{float(row['temperature']):g}, {row['machine'].split(', 1 core')[0]}",
+            "temperature": f"{float(row['temperature']):g}, {row['machine'].split(', 1 thread')[0]}",
             "speedup_low": row["ci_low"],
             "speedup_high": row["ci_high"],
         }
