@@ -33,6 +33,7 @@ from vllm_hsd.tools.planner.prompts import prompts_file
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
 TABLE = RESULTS / "results.csv"
 PLACES = 1, 2, 4, 8
+ENGINE = ", 1 thread per engine"
 MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
 FAMILY_PEER, FAMILY_INT8 = f"{FAMILY}, vLLM's", f"{FAMILY}, 0.5B in 8 bits"
@@ -142,7 +143,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     own = [
         {
             **row,
-            "temperature": f"{float(row['temperature']):g}, {row['machine'].split(', 1 thread')[0]}",
+            "temperature": f"{float(row['temperature']):g}, {row['machine'].removesuffix(ENGINE)}",
             "speedup_low": row["ci_low"],
             "speedup_high": row["ci_high"],
         }
