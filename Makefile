@@ -122,7 +122,6 @@ bench-predictions: venv
 	$(BIN)/python -m benchmarks.planner.check_predictions --output results/planner
 
 # docs/when-cascades-pay.md: the map, several drafts.
-
 bench-cascade-map: venv
 	$(BIN)/python -m benchmarks.planner.cascade_map
 

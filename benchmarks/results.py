@@ -57,9 +57,7 @@ def family_peer() -> dict[str, Config]:
 
 def family_int8() -> dict[str, Config]:
     """As `family_peer`, the drafter's weights in 8 bits for both."""
-    source = qwen_coder("0.5B")
-    copy = int8_copy(source, source.with_name(f"{source.name}-int8"))
-    return peer("8-bit 0.5B", os.path.relpath(copy))
+    return peer("8-bit 0.5B", os.path.relpath(int8_copy(qwen_coder("0.5B"))))
 
 
 def peer(name: str, model: str) -> dict[str, Config]:

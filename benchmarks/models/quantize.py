@@ -25,12 +25,14 @@ INT8 = {
 }
 
 
-def int8_copy(source: str | Path, out: str | Path) -> Path:
+def int8_copy(source: str | Path, out: str | Path | None = None) -> Path:
     """Write a copy with int8 weights by output channel, activations quantized by token at run time.
 
     Returns:
-        `out`, which is left as it is where it exists.
+        `out` (default: next to the source), which is left as it is where it exists.
     """
+    source = Path(source)
+    out = out or source.with_name(f"{source.name}-int8")
 
     def quantized(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         scale = value.abs().amax(1, keepdim=True) / 127

@@ -46,8 +46,7 @@ def smollm2(directory: Path = DIRECTORY) -> Path:
 
 def int8() -> Path:
     """The chat model with 8-bit weights, made on first use."""
-    source = smollm2()
-    return int8_copy(source, source.with_name(f"{source.name}-int8"))
+    return int8_copy(smollm2())
 
 
 @contextlib.contextmanager

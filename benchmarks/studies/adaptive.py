@@ -24,7 +24,7 @@ from benchmarks.studies.streams import Served, serve
 from benchmarks.sweep import Sweep
 from vllm_hsd.tools.cli.options import integers, progress
 
-# Of a phase; each asks for 2 requests a stream, and for so many at least.
+# Of a phase; each has 2 requests a stream, and so many at least.
 ROUNDS, FEWEST = 2, 6
 
 

@@ -66,8 +66,7 @@ def windows(small: dict[str, Any]) -> dict[str, Config]:
 
 def further_levels(small: dict[str, Any]) -> dict[str, Config]:
     """Two levels and the 0.5B next to its copy of 8 bits, three levels, and an exit."""
-    source = qwen_coder("0.5B")
-    copy = {"model": os.path.relpath(int8_copy(source, source.with_name(f"{source.name}-int8")))}
+    copy = {"model": os.path.relpath(int8_copy(qwen_coder("0.5B")))}
     return {
         "suffix 8 < 8-bit 0.5B 6 < 0.5B 8": fixed(
             SUFFIX, {**copy, "num_tokens": 6}, small, length=8

@@ -92,7 +92,7 @@ def sources(*lookups: dict, **keys) -> dict:
         ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
         ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
         ({"levels": [EAGLE3], "adaptive": True}, {}, "adaptive has no meaning"),
-        ({"levels": [{**EAGLE3, "branches": 2}]}, {}, "branches"),
+        ({"levels": [{**EAGLE3, "branches": 2}]}, {}, "of kind 'eagle3' has no key 'branches'"),
         ({"levels": [{**SMALL, "branches": 3}]}, {}, None),
         ({"levels": [{**SMALL, "branches": 3}], "verifier": "coupled"}, {}, None),
         (

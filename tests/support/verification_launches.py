@@ -169,11 +169,7 @@ class Trees:
         target = empty(meta.BATCH, self.nodes + 1, self.vocab_size, dtype=self.dtype)
         tree = longs(meta.BATCH, self.nodes)
         for rows, replacement in ((target, True), (target, False), (None, True)):
-            inputs = (
-                floats(meta.BATCH),
-                longs(meta.BATCH),
-                longs(meta.BATCH),
-            )
+            inputs = floats(meta.BATCH), longs(meta.BATCH), longs(meta.BATCH)
             verify_tree(target, rows, tree, tree, *inputs, replacement=replacement)
 
 

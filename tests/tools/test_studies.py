@@ -201,7 +201,7 @@ def test_cascades_share_the_engine_of_one_with_their_levels():
 def test_groups_of_the_papers_take_at_most_two_drafting_engines(monkeypatch, tmp_path):
     """The memory of a machine of the family holds three targets at once."""
     monkeypatch.setattr(papers, "qwen_coder", lambda size: tmp_path / size)
-    monkeypatch.setattr(papers, "int8_copy", lambda source, out: out)
+    monkeypatch.setattr(papers, "int8_copy", lambda source: source.with_name("int8"))
     for group in papers.groups().values():
         found = shared_engines.hosts([None, *group.configs.values()])
         assert len({host for host, _ in found.values()}) <= 3
@@ -209,7 +209,7 @@ def test_groups_of_the_papers_take_at_most_two_drafting_engines(monkeypatch, tmp
 
 def test_a_study_hosts_its_engines_and_draws_its_groups(monkeypatch, tmp_path):
     monkeypatch.setattr(papers, "qwen_coder", lambda size: tmp_path / size)
-    monkeypatch.setattr(papers, "int8_copy", lambda source, out: out)
+    monkeypatch.setattr(papers, "int8_copy", lambda source: source.with_name("int8"))
     hosted = {}
 
     def started(chosen, configs, prompts, **keys):
