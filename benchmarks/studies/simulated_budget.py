@@ -29,7 +29,7 @@ from benchmarks.studies import demo, edits
 from benchmarks.studies.demo_cascade import PROMPTS
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.budget.step_times import TIMED_AT_START
-from vllm_hsd.cascade.level import LookupResult, StepLevels, Texts, of_each_token
+from vllm_hsd.cascade.level import LookupResult, Texts, of_each_token
 from vllm_hsd.cascade.suffix import SuffixLevel
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
 
@@ -186,7 +186,7 @@ class Stream:
         found = self.budget.plan(SLOTS, SLOTS + room, 1, offer, [0.0, late], left)
         self.budget.searched(1, self.times.search, found.gained)
         self.prices = found.further
-        selected = found.selection or StepLevels((0, 1), (LENGTH, LENGTH))
+        selected = found.selection
         if not selected.levels:
             return (), (), 0
         most = room if selected.most is None else int(selected.most[0])

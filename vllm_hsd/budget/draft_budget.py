@@ -15,7 +15,7 @@ from the distribution that it is verified with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import Searches, Trials
 from vllm_hsd.cascade.level import LookupResult, StepLevels
 
+NOTHING = StepLevels()
+
 
 @dataclass
 class Plan:
@@ -37,14 +39,14 @@ class Plan:
     Attributes:
         verify: [M + 1] float64, that the target reads m more tokens of all requests together, in
             accepted tokens; what is more than M costs as much.
-        selection: levels and draft lengths; None for all that are configured.
+        selection: levels and draft lengths.
         further: in accepted tokens, a further pass of the model that drafts for the target, of all
             requests, and each token that it adds.
         gained: by the search for the offer, in accepted tokens above the price of verifying them.
     """
 
     verify: np.ndarray
-    selection: StepLevels | None = None
+    selection: StepLevels = NOTHING
     further: tuple[float, float] = (0.0, 0.0)
     gained: float = 0.0
 
@@ -61,6 +63,7 @@ class DraftBudget:
         ends: by level, whether a draft of it for the target is asked to go on after each pass.
 
     Attributes:
+        everything: all levels and draft lengths.
         times: seconds of the levels' passes by tokens, and last of the target's steps, which are
             reported by what runs them; of a lookup at level 0, seconds of its searches by requests.
         acceptance: a drafter for each pair of a level and its verifier.
@@ -77,6 +80,7 @@ class DraftBudget:
     ) -> None:
         self.lengths, self.passed_on, self.whole = list(lengths), list(passed_on), whole
         self.target = len(self.lengths)
+        self.everything = StepLevels(tuple(range(self.target)), tuple(passed_on))
         self.ends = list(ends)
         self.longest = max(self.lengths)
         # Of the levels that verify, and last of the target.
@@ -120,8 +124,9 @@ class DraftBudget:
         """
         size, target = len(slots), self.goodput[-1]
         if not size or target.times.empty:
-            # Nothing is known yet.
-            return Plan(np.zeros(1))
+            # Nothing is known yet: one request tells, with all that there is.
+            one = np.where(np.arange(size) == 0, most, 0)
+            return Plan(FORBIDDEN * np.arange(2), replace(self.everything, most=one))
         verify, rate = target.prices(size, running), target.rate(running)
         late = late or [0.0] * self.target
         return self._select(slots, most, verify, rate, offer, late, left)
@@ -145,8 +150,8 @@ class DraftBudget:
         Hierarchical Speculative Decoding", section 4: a renewal of rounds, each worth its expected
         emitted tokens); the target takes what gains most above its price.
         """
-        if verify[-1] >= FORBIDDEN:
-            return Plan(verify, StepLevels())
+        if verify[1] >= FORBIDDEN:
+            return Plan(verify)
         size, target = len(slots), self.target
         token = float(verify[size]) / size
         feeders, seconds = self._cheapest_paths(size, offer, [each / left for each in late])
@@ -171,7 +176,7 @@ class DraftBudget:
                 )
                 return Plan(verify, self._path(top, feeders, lengths), (0.0, token), searched)
         if gains[best][0] <= 0:
-            return Plan(verify, StepLevels(), gained=searched)
+            return Plan(verify, gained=searched)
         lengths, feeder = gains[best][1], feeders[best]
         if self.ends[best]:
             # It ends by its rows, see `goes_on`.
@@ -376,7 +381,7 @@ class DraftBudget:
         self.times[0].observe(size, seconds)
         if self.target == 1 and not self.times[1].empty:
             cost = self.goodput[0].rate(size) * self.times[0].seconds(size)
-            self.searches.observe(self.times[0].nearest(size), gained, cost)
+            self.searches.observe(self.times[0].nearest(size), size, gained, cost)
 
     def _count(self, level: int, verifier: int, requested: np.ndarray, drafted: np.ndarray) -> None:
         wanted = requested > 0

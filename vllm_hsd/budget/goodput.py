@@ -45,13 +45,15 @@ class Goodput:
     def prices(self, drafting: int, size: int) -> np.ndarray:
         """[M + 1] float64 tokens that it costs to verify m tokens of `drafting` of `size` requests.
 
-        Never falling. All cost `FORBIDDEN` where the time without drafts is to be measured.
+        Never falling. All cost `FORBIDDEN` where the time without drafts is to be measured, and
+        those that make a pass more than twice as large as any seen: its time would be a guess.
         """
         more = np.arange(drafting * self.widest + 1)
         if self._wants_plain_step(size):
             return FORBIDDEN * more
         seconds = self.times.seconds(size + more)
         found: np.ndarray = self.rate(size) * (seconds - seconds[0])
+        found[1:][size + more[1:] > 2 * self.times.largest] = FORBIDDEN
         return found
 
     def learn(self, size: int, drafted: int, emitted: int, seconds: float) -> None:

@@ -85,6 +85,11 @@ class StepTimes:
         return self.observed - self.last_seen[size] if self.weight[size] else math.inf
 
     @property
+    def largest(self) -> int:
+        """The largest size seen, in tokens."""
+        return self.sizes[self.known[-1]]
+
+    @property
     def empty(self) -> bool:
         """Whether nothing has been seen."""
         return not self.known

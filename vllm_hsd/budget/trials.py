@@ -13,8 +13,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
 SEARCH_PAUSE, SEARCH_MEMORY = 8, 0.97
 # Of the time since the last one, what a trial spends at most on reading what a level has missed.
 _READING_SHARE = 0.05
-# One request in so many takes part in a trial: that tells enough, and costs little.
-_SHARE = 8
 
 
 class Trials:
@@ -53,11 +51,12 @@ class Trials:
         return bool(idle > 0)
 
     def takes_part(self, option: int, count: int) -> np.ndarray:
-        """[count] bool, which of so many requests an option that is due is tried on."""
-        some = max(count // _SHARE, 1)
-        # The same ones in all steps of a trial, others in the next.
-        first = self.pause[option] // FIRST_PAUSE * some
-        taken: np.ndarray = (np.arange(count) - first) % max(count, 1) < some
+        """[count] bool, the one of so many requests that an option that is due is tried on.
+
+        One tells enough, and costs little also where a batch makes every token dear.
+        """
+        # The same one in all steps of a trial, another in the next.
+        taken: np.ndarray = np.arange(count) == self.pause[option] // FIRST_PAUSE % max(count, 1)
         return taken
 
 
@@ -80,10 +79,10 @@ class Searches:
         self.pause -= 1
         return False
 
-    def observe(self, size: int, gained: float, cost: float) -> None:
+    def observe(self, size: int, requests: int, gained: float, cost: float) -> None:
         """Take in a search: tokens gained above the price of verifying them, and its own price."""
-        # Of a new size it is taken to pay until it has been seen for a while.
-        before = self.known.get(size, (cost / (1 - SEARCH_MEMORY), 0.0))
+        # A new size is taken to pay until enough requests were searched for.
+        before = self.known.get(size, (cost / (1 - SEARCH_MEMORY) / requests, 0.0))
         own, price = (SEARCH_MEMORY * each for each in before)
         self.known[size] = own + gained, price + cost
         self.pause = SEARCH_PAUSE

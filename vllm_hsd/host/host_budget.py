@@ -124,9 +124,6 @@ class HostBudget:
         selected, self.further = plan.selection, plan.further
         if offer is not None:
             self.budget.searched(len(slots), self.searching, plan.gained)
-        if selected is None:
-            # Nothing is known yet.
-            selected = program.everything
         if selected.levels and program.thresholds is not None:
             # Entropies of a draft are those of all levels.
             selected = replace(program.everything, most=selected.most)

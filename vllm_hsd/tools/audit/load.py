@@ -54,4 +54,4 @@ def _fix_lengths(worker: Any, fixed: bool) -> None:
     vars(learned).pop("plan", None)
     if fixed:
         # What costs nothing is drafted in full.
-        learned.plan = lambda *_: Plan(np.zeros(1), gained=1.0)
+        learned.plan = lambda *_: Plan(np.zeros(1), learned.everything, gained=1.0)
