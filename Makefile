@@ -82,7 +82,7 @@ docs: venv
 
 # All benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification cpu-matmul gpu-verification \
-	predictions cascade-map several-drafts ablations demo demo-cascade adaptive
+	predictions cascade-map several-drafts demo demo-cascade adaptive
 bench: venv
 	@failed=; \
 	for name in $(addprefix bench-,$(BENCHMARKS)); do \
@@ -128,9 +128,6 @@ bench-cascade-map: venv
 bench-several-drafts: venv
 	$(BIN)/python -m benchmarks.planner.several_drafts
 
-bench-ablations: venv
-	$(BIN)/python -m benchmarks.studies.ablations
-
 bench-demo: demo
 
 bench-demo-cascade: demo-cascade
@@ -142,6 +139,7 @@ bench-adaptive: venv
 # lines files with "turns", one for each set; without it the public ones are fetched.
 FROM_PROMPTS = $(if $(PROMPTS),--prompts $(PROMPTS))
 bench-papers: venv
+	$(BIN)/python -m benchmarks.paper_tables.family_verifiers $(FROM_PROMPTS)
 	$(BIN)/python -m benchmarks.studies.papers $(FROM_PROMPTS)
 
 # The theory's two assumptions, by a PROFILE of `vllm-hsd profile`.
@@ -167,7 +165,6 @@ bench-request-keys: venv
 # What a step spends its time on, by part of vLLM's runner.
 bench-step-shares: venv
 	$(BIN)/python -m benchmarks.studies.step_shares $(FROM_PROMPTS)
-	$(BIN)/python -m benchmarks.studies.step_shares $(FROM_PROMPTS) --padded 800e6
 
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.

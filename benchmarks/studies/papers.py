@@ -2,12 +2,13 @@
 
     python -m benchmarks.studies.papers --prompts DIR     # or `make bench-papers PROMPTS=DIR`
 
-Verifiers by draft length and several drafts of one drafter ("Overcoming Joint Intractability with
-Lossless Hierarchical Speculative Decoding", Tables 1 and 2), ways to verify with and without
-windows that end where a drafter is unsure ("HSDDW: Hierarchical Speculative Decoding with Dynamic
-Windows", Table 2), and further levels: 8-bit weights, three levels, an exit of the target ("Fast
-Inference via Hierarchical Speculative Decoding", Table 3). Tokens per step are counts, which a busy
-machine does not change. Takes hours; the same command goes on where an earlier one was stopped.
+Several drafts of one drafter ("Overcoming Joint Intractability with Lossless Hierarchical
+Speculative Decoding", Table 2; its Table 1 is `paper_tables.family_verifiers`), ways to verify with
+and without windows that end where a drafter is unsure ("HSDDW: Hierarchical Speculative Decoding
+with Dynamic Windows", Table 2), and further levels: 8-bit weights, three levels, an exit of the
+target ("Fast Inference via Hierarchical Speculative Decoding", Table 3). Tokens per step are
+counts, which a busy machine does not change. Takes hours; the same command goes on where an earlier
+one was stopped.
 """
 
 import os
@@ -21,21 +22,11 @@ from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import Config, Group
 
-LENGTHS = 16, 8, 4
 # Engines that do not share their levels, as many as fit in memory together.
 DRAFTS = (4, 1), (11, 2)
 WAYS = ("dynamic windows", "both"), ("self-verify", "pre-verify"), ("standard",)
 DRAWN_LENGTH, LIMIT, EXIT = 4, 10, 14
 SUFFIX: dict[str, Any] = {"suffix": {}, "num_tokens": 8}
-
-
-def verifiers(small: dict[str, Any]) -> dict[str, Config]:
-    """Both rules at every length."""
-    return {
-        f"{rule} {length}": fixed(small, length=length, verifier=rule)
-        for rule in ("block", "standard")
-        for length in LENGTHS
-    }
 
 
 def several_drafts(small: dict[str, Any], counts: tuple[int, ...]) -> dict[str, Config]:
@@ -81,7 +72,7 @@ def further_levels(small: dict[str, Any]) -> dict[str, Config]:
 def groups() -> dict[str, Group]:
     """By name, each with its temperatures; what is only counted is answered four at a time."""
     small = {"model": os.path.relpath(qwen_coder("0.5B"))}
-    found = {"verifiers": (verifiers(small), [1.0])}
+    found: dict[str, tuple[dict[str, Config], list[float]]] = {}
     for counts in DRAFTS:
         found[f"drafts {' and '.join(map(str, counts))}"] = several_drafts(small, counts), [1.0]
     ways = windows(small)

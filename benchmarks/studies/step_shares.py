@@ -3,8 +3,8 @@
     python -m benchmarks.studies.step_shares --prompts DIR     # or `make bench-step-shares`
 
 Table A.4 of "Overcoming Joint Intractability with Lossless Hierarchical Speculative Decoding" on
-SmolLM2, unpadded or (`--padded`) at the cost of a larger target. Requests come one at a time; their
-first step, which reads the prompt, is a part of its own.
+SmolLM2. Requests come one at a time; their first step, which reads the prompt, is a part of its
+own.
 """
 
 import operator
