@@ -33,6 +33,9 @@ class StepTimes:
 
     Args:
         max_tokens: largest number of tokens that is told apart.
+
+    Attributes:
+        observed, largest: passes, and most tokens of one.
     """
 
     def __init__(self, max_tokens: int = 1 << 16) -> None:
@@ -46,7 +49,7 @@ class StepTimes:
         self.weight = [0.0] * len(self.sizes)
         self.last_seen = [0] * len(self.sizes)
         self.known: list[int] = []
-        self.observed = 0
+        self.observed = self.largest = 0
         # What `seconds` reads: the rising curve at the known sizes, and sizes with their seconds.
         self._curve: list[float] | None = None
         self._line: tuple[list[int], np.ndarray] | None = None
@@ -55,7 +58,7 @@ class StepTimes:
         """Take in one forward pass over `tokens` tokens that took `seconds`."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
-        self.observed += 1
+        self.observed, self.largest = self.observed + 1, max(self.largest, tokens)
         self._curve = self._line = None
         size = self.nearest(tokens)
         log_seconds = math.log(seconds) - self.machine
@@ -83,11 +86,6 @@ class StepTimes:
         """Passes of other sizes since one of about this many tokens; infinite before the first."""
         size = self.nearest(tokens)
         return self.observed - self.last_seen[size] if self.weight[size] else math.inf
-
-    @property
-    def largest(self) -> int:
-        """The largest size seen, in tokens."""
-        return self.sizes[self.known[-1]]
 
     @property
     def empty(self) -> bool:
