@@ -44,7 +44,7 @@ def install_lowest_and_keep_rows() -> None:
 
 def install_free_drafts() -> None:
     """Drafts cost nothing, and searching for them gains more than it costs, however slow it was."""
-    DraftBudget.plan = lambda *_: Plan(FREE, gained=1e9)
+    DraftBudget.plan = lambda self, *_: Plan(FREE, self.everything, gained=1e9)
 
 
 def install_free_drafts_and_forget_holes() -> None:
