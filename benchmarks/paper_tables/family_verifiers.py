@@ -29,7 +29,7 @@ from vllm_hsd.tools.planner.task import Task, candidates
 
 Floats = NDArray[np.float64]
 SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"
-LENGTHS, TEMPERATURES = (2, 4, 8, 16), (0.6, 1.0)
+LENGTHS, TEMPERATURES = (2, 4, 8, 16), (1.0, 0.6)
 LONGEST_PROMPT, RESAMPLES = 1024, 2000
 
 
@@ -95,7 +95,7 @@ def main() -> None:
             ratios[name] = (texts.log_probs[0] - texts.log_probs[1])[:, 1:]
             progress(f"temperature {temperature}, {name}: {int(texts.lengths.sum())} tokens")
         rows += table(ratios, temperature)
-    write_csv(chosen.output / "family_verifiers.csv", rows)
+        write_csv(chosen.output / "family_verifiers.csv", rows)
     for row in rows:
         print(*(f"{v:.3f}" if isinstance(v, float) else v for v in row.values()), sep="\t")
 
