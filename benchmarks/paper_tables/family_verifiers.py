@@ -55,11 +55,14 @@ def table(ratios: dict[str, Floats], temperature: float) -> Iterator[dict[str, A
             chosen = rng.integers(0, len(own), (RESAMPLES, len(own)))
             means = {rule: each.sum(1) for rule, each in found.items()}
             again = {rule: each[:, chosen].sum(2) for rule, each in found.items()}
-            tokens, resampled = (
-                {rule: emitted / begun for rule, (emitted, begun) in each.items()}
-                for each in (means, again)
-            )
-            low, high = np.quantile(resampled["block"] / resampled["standard"], (0.025, 0.975))
+            with np.errstate(invalid="ignore"):
+                tokens, resampled = (
+                    {rule: emitted / begun for rule, (emitted, begun) in each.items()}
+                    for each in (means, again)
+                )
+            ratio = resampled["block"] / resampled["standard"]
+            # Where texts end before the draft does, some resamples have no round.
+            low, high = np.quantile(ratio, (0.025, 0.975)) if np.isfinite(ratio).all() else ("", "")
             yield {
                 "set": name,
                 "temperature": temperature,
@@ -67,8 +70,8 @@ def table(ratios: dict[str, Floats], temperature: float) -> Iterator[dict[str, A
                 "prompts": len(own),
                 **{f"tokens_per_step_{rule}": float(tokens[rule]) for rule in VERIFIERS},
                 "block_over_standard": float(tokens["block"] / tokens["standard"]),
-                "low": float(low),
-                "high": float(high),
+                "low": low,
+                "high": high,
             }
 
 
