@@ -78,10 +78,17 @@ def interval(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, float]:
         np.array([[getattr(each, name) for each in found] for found in (own, plain)])
         for name in ("num_tokens", "seconds")
     )
-    drawn = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
-    rates = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)
+    low, high = bootstrap(tokens, seconds)
+    return {"ci_low": low, "ci_high": high}
+
+
+def bootstrap(totals: np.ndarray, units: np.ndarray) -> tuple[float, float]:
+    """95 % interval of one rate over another, each a sum of [2, N] totals over that of units."""
+    count = totals.shape[1]
+    drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+    rates = totals[:, drawn].sum(-1) / units[:, drawn].sum(-1)
     low, high = np.quantile(rates[0] / rates[1], (0.025, 0.975))
-    return {"ci_low": float(low), "ci_high": float(high)}
+    return float(low), float(high)
 
 
 def latencies(answers: Sequence[Generation]) -> dict[str, Any]:

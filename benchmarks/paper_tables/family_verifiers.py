@@ -15,22 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.columns import bootstrap
 from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.models.qwen_coder import qwen_coder
+from benchmarks.sweep import read_sets
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.planner.acceptance import scored_texts
 from vllm_hsd.tools.planner.models import ModelSet
 from vllm_hsd.tools.planner.profile import Sampling
-from vllm_hsd.tools.planner.prompts import encode, read_prompts
-from vllm_hsd.tools.planner.survival import VERIFIERS, Verifier, survival_along, visits, windows
+from vllm_hsd.tools.planner.prompts import encode
+from vllm_hsd.tools.planner.survival import (
+    VERIFIERS,
+    Floats,
+    Verifier,
+    round_starts,
+    survival_along,
+    windows,
+)
 from vllm_hsd.tools.planner.task import Task, candidates
 
-Floats = NDArray[np.float64]
-SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"
 LENGTHS, TEMPERATURES = (2, 4, 8, 16), (1.0, 0.6)
-LONGEST_PROMPT, RESAMPLES = 1024, 2000
+LONGEST_PROMPT = 1024
 
 
 def rounds(ratios: Floats, rule: Verifier, length: int) -> Floats:
@@ -41,37 +47,32 @@ def rounds(ratios: Floats, rule: Verifier, length: int) -> Floats:
     """
     alive = survival_along(windows(ratios, length), rule)
     room = (~np.isnan(ratios)).sum(1, keepdims=True) - np.arange(ratios.shape[1])
-    starts = np.where(room >= length, visits(alive, length), 0.0)
+    starts = round_starts(alive, length, room, by_position=False)
     return np.stack(((starts * alive.sum(-1)).sum(1), starts.sum(1)))
 
 
 def table(ratios: dict[str, Floats], temperature: float) -> Iterator[dict[str, Any]]:
     """A row for every set, and for all, by draft length."""
-    rng = np.random.default_rng(0)
     named = {**ratios, "all": np.concatenate(list(ratios.values()))}
     for name, own in named.items():
         for length in LENGTHS:
-            found = {rule: rounds(own, rule, length) for rule in VERIFIERS}
-            chosen = rng.integers(0, len(own), (RESAMPLES, len(own)))
-            means = {rule: each.sum(1) for rule, each in found.items()}
-            again = {rule: each[:, chosen].sum(2) for rule, each in found.items()}
+            found = [rounds(own, rule, length) for rule in VERIFIERS]
+            emitted, begun = np.stack(found, axis=1)
             with np.errstate(invalid="ignore"):
-                tokens, resampled = (
-                    {rule: emitted / begun for rule, (emitted, begun) in each.items()}
-                    for each in (means, again)
-                )
-            ratio = resampled["block"] / resampled["standard"]
+                block, standard = (emitted.sum(1) / begun.sum(1)).tolist()
+                low, high = bootstrap(emitted, begun)
             # Where texts end before the draft does, some resamples have no round.
-            low, high = np.quantile(ratio, (0.025, 0.975)) if np.isfinite(ratio).all() else ("", "")
+            missing = np.isnan(low)
             yield {
                 "set": name,
                 "temperature": temperature,
                 "draft_length": length,
                 "prompts": len(own),
-                **{f"tokens_per_step_{rule}": float(tokens[rule]) for rule in VERIFIERS},
-                "block_over_standard": float(tokens["block"] / tokens["standard"]),
-                "low": low,
-                "high": high,
+                "tokens_per_step_block": block,
+                "tokens_per_step_standard": standard,
+                "block_over_standard": block / standard,
+                "low": "" if missing else low,
+                "high": "" if missing else high,
             }
 
 
@@ -84,16 +85,15 @@ def main() -> None:
     target = os.path.relpath(qwen_coder("1.5B"))
     found = candidates(models=[os.path.relpath(qwen_coder("0.5B"))])
     models = ModelSet(target, found)
-    files = {n: chosen.prompts / f"{n}.jsonl" if chosen.prompts else n for n in SETS}
-    prompts = {name: read_prompts(file)[: chosen.num_prompts] for name, file in files.items()}
+    prompts, sets = read_sets(chosen.prompts, chosen.num_prompts)
     rows: list[dict[str, Any]] = []
     for temperature in TEMPERATURES:
         sampling = Sampling(temperature=temperature)
         task = Task(target, found, sampling, max(LENGTHS), text_tokens=chosen.tokens)
         ratios = {}
-        for name, own in prompts.items():
-            contexts = [encode(models.tokenizer, prompt, LONGEST_PROMPT) for prompt in own]
-            texts = scored_texts(models, len(found), contexts, task, (0, SETS.index(name)))
+        for number, (name, own) in enumerate(sets.items()):
+            contexts = [encode(models.tokenizer, prompts[i], LONGEST_PROMPT) for i in own]
+            texts = scored_texts(models, len(found), contexts, task, (0, number))
             # The prefill emits the first token, so the first draft starts after it.
             ratios[name] = (texts.log_probs[0] - texts.log_probs[1])[:, 1:]
             progress(f"temperature {temperature}, {name}: {int(texts.lengths.sum())} tokens")

@@ -144,7 +144,7 @@ def survival_table(log_ratios: Floats, verifier: Verifier, by_position: bool) ->
     table[..., 0] = 1.0
     places, axis = (slice(length), 0) if by_position else (slice(None), (0, 1))
     for n in range(1, longest + 1):
-        starts = _starts(alive, n, room, by_position)[..., None]
+        starts = round_starts(alive, n, room, by_position)[..., None]
         total, reached = starts.sum(axis), (starts * alive[..., : n + 1]).sum(axis)
         mean = reached / np.where(total > 0, total, 1.0)
         table[n, places, : n + 1] = np.where(total > 0, mean, table[n - 1, places, : n + 1])
@@ -180,7 +180,7 @@ def lookup_table(
     table[..., 0, 0] = 1.0
     for n in range(1, size):
         alive = (accepted[n - 1, ..., None] >= np.arange(size)).astype(np.float64)
-        starts = _starts(alive, n, room, by_position)
+        starts = round_starts(alive, n, room, by_position)
         counted = np.bincount(cells[n - 1].ravel(), starts.ravel(), columns * size * size)
         counted = counted.reshape(columns, size, size)
         total = counted.sum((-2, -1), keepdims=True)
@@ -188,7 +188,7 @@ def lookup_table(
     return np.broadcast_to(table, (size, size, size, size)).copy()
 
 
-def _starts(alive: Floats, draft_length: int, room: Ints, by_position: bool) -> Floats:
+def round_starts(alive: Floats, draft_length: int, room: Ints, by_position: bool) -> Floats:
     """`visits`, 0 where the text has no room for the draft: `room` [..., L] tokens from there on.
 
     With `by_position` no draft is longer than what is left of the verifier's own H tokens.
