@@ -1,5 +1,6 @@
 """Engines of a comparison that several of its cascades share: memory for all of them at once."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,9 @@ def hosts(configs: list[dict[str, Any] | None]) -> dict[int, tuple[int, list[int
             if host == found[host][0] and (places := _places(config, configs[host])):
                 found[index] = host, places
                 break
-    return found
+    # Only an engine that others share has levels to select: it serves its own as it is.
+    shared = Counter(host for host, _ in found.values())
+    return {i: (host, places if shared[host] > 1 else []) for i, (host, places) in found.items()}
 
 
 def _places(config: Mapping[str, Any], host: Mapping[str, Any] | None) -> list[int]:

@@ -194,7 +194,7 @@ def test_cascades_share_the_engine_of_one_with_their_levels():
     ]
     found = shared_engines.hosts(configs)
     assert [found[i] for i in range(7)] == [
-        (0, []), (1, [0, 1, 2]), (1, [0, 2]), (3, [0]), (1, [0]), (5, []), (6, [0]),
+        (0, []), (1, [0, 1, 2]), (1, [0, 2]), (3, []), (1, [0]), (5, []), (6, []),
     ]  # fmt: skip
 
 
