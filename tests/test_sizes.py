@@ -17,7 +17,7 @@ SIZES = {
     "lines of tests": 34698,
     "lines of benchmarks": 9138,
     "refusals": 213,
-    "words of documents": 27256,
+    "words of documents": 24010,
     "modules that a server imports": 127,
 }
 SERVER = """
@@ -47,11 +47,12 @@ def refusals() -> int:
 
 
 def words() -> int:
-    """Of all documents but the changelog and the archive of notes."""
+    """Of all documents but the changelog and the archive of notes; a table's bars are no words."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     for name in ("docs", "kernels", "tests", "benchmarks/models"):
         pages += (ROOT / name).rglob("*.md")
-    return sum(len(page.read_text().split()) for page in pages)
+    found = (word for page in pages for word in page.read_text().split())
+    return sum(any(sign.isalnum() for sign in word) for word in found)
 
 
 def server_modules() -> int:

@@ -179,8 +179,8 @@ def _text(node: ast.AST) -> str:
 
 
 def registered() -> dict[str, Hook]:
-    """All names of the registry."""
-    from vllm_hsd.host.hooks import REGISTRY
+    """All names of the registry, that of the function that reads configurations too."""
+    from vllm_hsd.host.read_config import REGISTRY
 
     REGISTRY.load()
     return dict(REGISTRY.hooks)

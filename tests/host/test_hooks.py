@@ -36,7 +36,9 @@ def test_the_installed_release_is_tested():
     assert REGISTRY.faults() == []
 
 
-@pytest.mark.parametrize("patch", ["other_release", "other_parameters", "missing_method"])
+@pytest.mark.parametrize(
+    "patch", ["other_release", "other_parameters", "missing_method", "missing_entrance"]
+)
 def test_only_this_package_refuses_another_vllm(family, patch):
     stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
     engine = {"model": family.target}
@@ -54,11 +56,13 @@ def test_only_this_package_refuses_another_vllm(family, patch):
         patch=f"support.other_vllm:{patch}",
     )
     said = {
-        "other_release": "0.99",
-        "other_parameters": "_validate_spec_decode",
-        "missing_method": "prepare_attn",
+        "other_release": ["0.99"] * 2,
+        "other_parameters": ["_validate_spec_decode"] * 2,
+        "missing_method": ["prepare_attn"] * 2,
+        # vLLM's own refusals.
+        "missing_entrance": ["method", "rejection_sample_method"],
     }[patch]
-    assert said in cascade_error and said in hierarchical_error
+    assert said[0] in cascade_error and said[1] in hierarchical_error
     assert others == [None, None, None]
 
 

@@ -29,6 +29,21 @@ def missing_method() -> None:
     del GPUModelRunner.prepare_attn
 
 
+def missing_entrance() -> None:
+    """A vLLM that reads configurations by a function of another name."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    renamed = EngineArgs.create_speculative_config
+    del EngineArgs.create_speculative_config
+
+    def for_its_caller(self, name):
+        if name != renamed.__name__:
+            raise AttributeError(name)
+        return renamed.__get__(self)
+
+    EngineArgs.__getattr__ = for_its_caller
+
+
 def wrapped_before() -> None:
     """Another plugin that was loaded before ours."""
     _wrap_by_another_plugin()

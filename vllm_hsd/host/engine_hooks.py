@@ -18,6 +18,8 @@ REGISTRY.overrides(
             "names the level whose vocabulary differs",
             ("self",),
         ),
+        f"{_SPECULATION}.use_ngram": ("keeps the texts that lookups search", ("self",)),
+        f"{_SPECULATION}.use_eagle_block_drop": ("of levels that read target states", ("self",)),
     }
 )
 

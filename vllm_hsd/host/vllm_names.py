@@ -112,6 +112,10 @@ REGISTRY.overrides(
                 "target_attn_groups",
             ),
         ),
+        f"{_GPU}.spec_decode.speculator.DraftModelSpeculator.load_model": (
+            "no level takes encoder outputs",
+            ("self", "target_model"),
+        ),
         f"{_STANDALONE}.load_draft_model": (
             "loads every level",
             ("self", "target_model", "target_attn_layer_names"),
@@ -121,6 +125,10 @@ REGISTRY.overrides(
             _PROPOSE,
         ),
         f"{_HEAD}.propose": ("puts a lookup's offer in the place of a head's draft", _PROPOSE),
+        "vllm.v1.spec_decode.metrics.SpecDecodingStats.observe_draft": (
+            "tokens of branches have no places of their own",
+            ("self", "num_draft_tokens", "num_accepted_tokens"),
+        ),
         "vllm.model_executor.custom_op.CustomOp.forward": (
             "calls `_forward_method`, which an early exit sets while it runs",
             ("self", "args", "kwargs"),
