@@ -61,7 +61,7 @@ class Adversary:
         program = self.engine.program
         seen = [self.engine.text[self.engine.index[0]].tolist(), self.history]
         if program.has_lookup and len(self.history) % 2:
-            seen.append(program.offer(state, program.drafts).counts.tolist())
+            seen.append(program.draft_ahead(state, program.drafts).counts.tolist())
         bits, lengths = zlib.crc32(repr(seen).encode()), program.schedule.draft_lengths
         subsets = [s for n in range(len(lengths) + 1) for s in combinations(range(len(lengths)), n)]
         levels = subsets[bits % len(subsets)]

@@ -200,7 +200,7 @@ class Proposal:
         self.batch, self.slots, self.drafts = batch, slots, np.ones(len(slots), dtype=bool)
         self.requested = torch.full((1, len(slots)), most)
 
-    def offer(self, state: "Proposal", drafts: np.ndarray) -> LookupResult:
+    def draft_ahead(self, state: "Proposal", drafts: np.ndarray) -> LookupResult:
         return self.cascade.lookup.lookup(
             self.batch.texts(self.slots), self.requested[-1].numpy().astype(np.int64)
         )

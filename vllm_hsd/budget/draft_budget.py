@@ -58,7 +58,7 @@ class DraftBudget:
         lengths: most tokens per level for the target, cheapest first.
         passed_on: most tokens per level for the level above.
         num_slots: requests at the same time.
-        whole: level 0 is a lookup, whose drafts take their time whatever their length.
+        has_lookup: level 0 is a lookup, whose drafts take their time whatever their length.
         rows: most drafts of a request that the target verifies together.
         ends: by level, whether a draft of it for the target is asked to go on after each pass.
 
@@ -74,11 +74,12 @@ class DraftBudget:
         lengths: Sequence[int],
         passed_on: Sequence[int],
         num_slots: int,
-        whole: bool,
+        has_lookup: bool,
         rows: int,
         ends: Sequence[bool],
     ) -> None:
-        self.lengths, self.passed_on, self.whole = list(lengths), list(passed_on), whole
+        self.lengths, self.passed_on = list(lengths), list(passed_on)
+        self.has_lookup = has_lookup
         self.target = len(self.lengths)
         self.everything = StepLevels(tuple(range(self.target)), tuple(passed_on))
         self.ends = list(ends)
@@ -227,7 +228,7 @@ class DraftBudget:
         seconds: list[np.ndarray] = []
         for level in range(self.target):
             alone = self._seconds(level, size)
-            best, feeder = alone * (tokens > 0 if level == 0 and self.whole else tokens), None
+            best, feeder = alone * (tokens > 0 if level == 0 and self.has_lookup else tokens), None
             for below in range(level):
                 row, n = self.rows[below, level], np.arange(1, self.passed_on[below] + 1)
                 survival = np.cumprod(self.acceptance.expected(row, len(n)))

@@ -1,8 +1,4 @@
-"""What drafts in the place of vLLM's draft model on the V2 runner, on a GPU and on a CPU.
-
-Prompts are ingested with the target's own attention metadata, which covers the levels' layers
-because they share its block tables.
-"""
+"""What drafts in the place of vLLM's draft model on the V2 runner, on a GPU and on a CPU."""
 
 from __future__ import annotations
 
@@ -265,10 +261,10 @@ class BaseSpeculator(StandaloneARSpeculator):
             if isinstance(learned, DeviceThresholds | SourcesLookup):
                 learned.forget(slots)
 
-    def _set_longest(self, input_batch) -> None:
+    def _bound_seq_lens(self, input_batch) -> None:
         """What attention may read at most; the lengths themselves are on the device."""
         bound = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs]
-        self.longest = (bound + self.schedule.capacity).clamp(max=self.max_model_len)
+        self.seq_lens_bound = (bound + self.schedule.capacity).clamp(max=self.max_model_len)
 
     def _stage(self, state, schedule, index, num_sampled, verified=-1) -> None:
         """Begin a proposal; nothing after it reads what the runner hands over."""

@@ -49,10 +49,10 @@ class HostBudget:
         self.ends, self.warming_up = self.budget.ends, False
         self.level_verified: Callable[..., None] = self.budget.level_verified
         # Most tokens of a request in a step without prompts.
-        self.longest = rows * (lengths[-1] + 1)
+        self.most_tokens = rows * (lengths[-1] + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
         self.lengths = np.zeros(max_num_reqs, dtype=np.int64)
-        self.verified = np.zeros(max_num_reqs, dtype=bool)
+        self.awaits_verdict = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = self.searching = 0.0
         self.further = 0.0, 0.0
@@ -66,20 +66,20 @@ class HostBudget:
         slots, now = input_batch.idx_mapping_np[:count], clock.seconds()
         accepted = np.maximum(sampled - 1, 0)
         if self.branches is not None:
-            emitted, rejected = accepted, np.full_like(accepted, self.longest)
+            emitted, rejected = accepted, np.full_like(accepted, self.most_tokens)
             accepted = np.minimum(self.branches.accepted[slots], emitted)
             self.budget.goodput[-1].add(count, int((emitted - accepted).sum()))
         # Drafts that were cut, or not verified, say nothing of their other tokens.
-        told = self.verified[slots] & (sampled > 0)
+        told = self.awaits_verdict[slots] & (sampled > 0)
         for top in np.unique(self.top[slots[told]]).tolist():
             own = told & (self.top[slots] == top)
             drafted = np.minimum(self.lengths[slots], accepted + rejected)[own]
             estimates = program.estimate[top][slots[own]]
             self.budget.target_verified(top, slots[own], drafted, estimates, accepted[own])
-        self.verified[slots] = False
+        self.awaits_verdict[slots] = False
         scheduled = input_batch.num_scheduled_tokens[:count]
         decodes = not input_batch.has_prefill and (sampled > 0).all()
-        if decodes and self.drafted is not None and scheduled.max() <= self.longest:
+        if decodes and self.drafted is not None and scheduled.max() <= self.most_tokens:
             self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
         self.began = now
 
@@ -93,7 +93,7 @@ class HostBudget:
 
     def timed(self, level: int, tokens: int, seconds: float) -> None:
         """A level has drafted a token, or read what it had missed, in one pass."""
-        if level or not self.budget.whole:
+        if level or not self.budget.has_lookup:
             self.budget.times[level].observe(tokens, seconds)
 
     def select(
@@ -115,7 +115,7 @@ class HostBudget:
                     self.branches.none(state)
                 return StepLevels()
             began = clock.seconds()
-            offer = program.offer(state, drafts)
+            offer = program.draft_ahead(state, drafts)
             self.searching = clock.seconds() - began
         late = self._late(program, state)
         # One in every step at least.
@@ -151,7 +151,7 @@ class HostBudget:
         slots, top = program.slots[program.drafts], program.selection.top
         drafted = state.draft_length.numpy()[program.drafts].astype(np.int64)
         self.top[slots], self.lengths[slots] = top, drafted
-        self.verified[slots] = drafted > 0
+        self.awaits_verdict[slots] = drafted > 0
         self.drafted = clock.seconds()
         requested = state.requested[-1].numpy()[program.drafts].astype(np.int64)
         searched = program.has_lookup and not top
@@ -162,7 +162,7 @@ class HostBudget:
     def forget(self, slot: int) -> None:
         """The slot has a new request."""
         self.budget.forget(slot)
-        self.verified[slot] = False
+        self.awaits_verdict[slot] = False
 
     def nothing_drafted(self) -> None:
         """The step has no proposal."""

@@ -54,9 +54,9 @@ class HostProgram(Program):
         chosen: int32 [slots + 1], the source that drafts for each slot; None for one source.
         caches: what levels have computed.
         estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
-        budget: what learns from passes and ends drafts; None: until all drafts are full.
 
     Attributes:
+        budget: what learns from passes and ends drafts; None: until all drafts are full.
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
             drafter's own account, NaN for none.
         has_lookup: level 0 drafts without forward passes.
@@ -64,6 +64,7 @@ class HostProgram(Program):
     """
 
     logits: torch.Tensor
+    budget: ProgramBudget | None = None
 
     def __init__(
         self,
@@ -73,20 +74,19 @@ class HostProgram(Program):
         chosen: np.ndarray | None = None,
         caches: LevelCaches,
         estimates: Callable[[ProposalState, Any], np.ndarray] | None = None,
-        budget: ProgramBudget | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.max_rounds, self.caches = max_rounds, caches
         self.counts, self.chosen = counts, chosen
-        self.estimates, self.budget = estimates, budget
+        self.estimates = estimates
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
         self.everything = StepLevels(tuple(range(levels)), self.schedule.draft_lengths)
         self.selection = self.everything
         self.draws = [0] * levels
         self.estimate = [np.full((slots, n), np.nan) for n in self.schedule.kept_lengths]
-        self.offered = False
+        self.drafted_ahead = False
         # Slots whose drafts the target verifies, of sources right below it.
         self.awaited = np.zeros(slots, dtype=bool)
         # Of the model next to lookups: what is known of it is as old as its last drafts.
@@ -102,12 +102,12 @@ class HostProgram(Program):
         self.base = state.base.numpy()
         self.drafts = state.requested[-1].numpy() > 0
         self.caches.committed(self.slots[self.drafts], self._text_ends(state)[self.drafts])
-        self.offered = False
+        self.drafted_ahead = False
 
-    def offer(self, state: ProposalState, drafts: np.ndarray) -> LookupResult:
+    def draft_ahead(self, state: ProposalState, drafts: np.ndarray) -> LookupResult:
         """Let the lookup of level 0 draft for the target; of the requests in `drafts`, bool [B]."""
         state.requested[0].copy_(state.requested[-1].clamp(max=self.schedule.draft_lengths[0]))
-        self.offered = True
+        self.drafted_ahead = True
         self._look_up(state)
         counts = state.drafted[0].numpy()[drafts].astype(np.int64)
         estimate = self.estimate[0][self.slots[drafts]]
@@ -127,8 +127,8 @@ class HostProgram(Program):
 
         Args:
             selection: the levels that take part, all or none where drafts end by entropy; None for
-                all. May depend on committed text, on `offer`, past acceptance and times. `most` is
-                of the requests that may draft.
+                all. May depend on committed text, on `draft_ahead`, past acceptance and times.
+                `most` is of the requests that may draft.
         """
         self.selection = selection or self.everything
         self._limit(state)
@@ -145,7 +145,7 @@ class HostProgram(Program):
             self._requested(top, slots, state.requested[-1].numpy()[self.drafts], drafted)
         self.awaited[slots] = (drafted > 0) & (top == 0)
 
-    def verified(self, slots: np.ndarray, accepted: np.ndarray) -> None:
+    def take_verdict(self, slots: np.ndarray, accepted: np.ndarray) -> None:
         """The target's step has ended: int64 [n], tokens that it accepted of each slot's draft.
 
         Of programs with several sources alone.
@@ -182,7 +182,7 @@ class HostProgram(Program):
         return self.schedule.kept_lengths[op.level - 1]
 
     def _limit(self, state: ProposalState) -> None:
-        """Open drafts as long as the selection has it; an offer that is too long is cut."""
+        """Open drafts as long as the selection has it; one made ahead that is too long is cut."""
         levels, most = self.selection.levels, self.selection.most
         lengths = state.draft_lengths.numpy()
         lengths[:] = self.schedule.draft_lengths
@@ -195,8 +195,8 @@ class HostProgram(Program):
         np.minimum(requested[-1], longest, out=requested[-1])
         if most is not None and levels:
             requested[-1][self.drafts] = np.minimum(requested[-1][self.drafts], most)
-        self._ask_below(state, self.schedule.num_levels - 1, again=not self.offered)
-        if self.offered:
+        self._ask_below(state, self.schedule.num_levels - 1, again=not self.drafted_ahead)
+        if self.drafted_ahead:
             kept = np.minimum(state.drafted.numpy()[0], requested[0])
             state.drafted.numpy()[0] = kept
             state.end.numpy()[:] = state.start.numpy()[0] + kept
@@ -259,18 +259,18 @@ class HostProgram(Program):
         elif level in self.selection.levels:
             self._draft_verified(state, level)
         else:
-            self._ask_below(state, level, again=not self.offered)
+            self._ask_below(state, level, again=not self.drafted_ahead)
             self._draft(state, level - 1)
             self._pass_on(state, level)
 
     def _draft_lowest(self, state: ProposalState) -> None:
         if 0 not in self.selection.levels or not self._wants(state, 0).any():
-            self.offered = False
+            self.drafted_ahead = False
             return
         if self.has_lookup:
-            if not self.offered:
+            if not self.drafted_ahead:
                 self._look_up(state)
-            self.offered = False
+            self.drafted_ahead = False
             return
         begins = self.base + state.start[0].numpy()
         open_ = np.ones(state.batch, dtype=bool)

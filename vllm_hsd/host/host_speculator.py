@@ -21,7 +21,7 @@ from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
-from vllm_hsd.cascade.schedule import Draft, Lookup
+from vllm_hsd.cascade.schedule import Draft
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.host_branches import HostBranches
@@ -69,7 +69,7 @@ class HostSpeculator(BaseSpeculator):
             # What the levels have drafted is not verified, and not in the text that they go on in.
             self.program.awaited[slot] = False
             if self.budget is not None:
-                self.budget.verified[slot] = False
+                self.budget.awaits_verdict[slot] = False
             if self.thresholds is not None:
                 # What the target rejects is no token of a level.
                 self.thresholds.entropy[-1][at] = np.nan
@@ -99,16 +99,6 @@ class HostSpeculator(BaseSpeculator):
         own_ends = self.thresholds is not None or self.hsd.horizontal_tokens > 0
         models = [k > 0 or isinstance(self.schedule.ops[0], Draft) for k in range(len(levels))]
         ends = [model and not own_ends for model in models]
-        if self.hsd.adaptive:
-            self.budget = HostBudget(
-                sources is None and isinstance(self.schedule.ops[0], Lookup),
-                list(self.schedule.kept_lengths),
-                self.hsd.draft_lengths,
-                self.max_num_reqs,
-                self.hsd.branches,
-                cast(HostBranches | None, self.branches),
-                ends,
-            )
         self.program = HostProgram(
             self.schedule,
             levels,
@@ -121,16 +111,25 @@ class HostSpeculator(BaseSpeculator):
             chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
             max_rounds=[options.max_rounds for options in self.hsd.options()],
             caches=self.caches,
-            estimates=None if self.budget is None else estimates,
-            budget=self.budget,
+            estimates=estimates if self.hsd.adaptive else None,
         )
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
+        if self.hsd.adaptive:
+            self.program.budget = self.budget = HostBudget(
+                self.program.has_lookup,
+                list(self.schedule.kept_lengths),
+                self.hsd.draft_lengths,
+                self.max_num_reqs,
+                self.hsd.branches,
+                cast(HostBranches | None, self.branches),
+                ends,
+            )
 
     def _propose(self, computed, num_sampled, num_rejected, num_speculative_tokens) -> torch.Tensor:
         input_batch = computed[0]
         count = input_batch.num_reqs
-        self._set_longest(input_batch)
+        self._bound_seq_lens(input_batch)
         if self.head is not None:
             self.head.read(*computed)
         slots, program = input_batch.idx_mapping_np[:count], self.program
@@ -142,8 +141,8 @@ class HostSpeculator(BaseSpeculator):
         if count not in self.buckets:
             self.buckets[count] = self.state.bucket(count)
         state = self.buckets[count]
-        verified, inputs = program.selection.top, (input_batch.idx_mapping, num_sampled)
-        self._stage(state, self.schedule, *inputs, verified)
+        inputs = input_batch.idx_mapping, num_sampled
+        self._stage(state, self.schedule, *inputs, verified=program.selection.top)
         self._limit(state, input_batch, slots)
         program.begin(state)
         if self.budget is None:
@@ -238,7 +237,7 @@ class HostSpeculator(BaseSpeculator):
             if self.branches is not None:
                 accepted = np.minimum(accepted, cast(HostBranches, self.branches).accepted[slots])
             if self.program.chosen is not None:
-                self.program.verified(slots, accepted)
+                self.program.take_verdict(slots, accepted)
             kept = int(np.minimum(accepted, forced).sum())
             self.counts.host.rows[-1, Count.accepted] += kept
             # What a step has accepted is counted for the level whose drafts it was to verify.

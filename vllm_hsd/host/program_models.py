@@ -203,7 +203,7 @@ class ProgramModel:
             block_tables=[table[:batch] for table in speculator.block_tables.input_block_tables],
             slot_mappings=state.slot_mapping[:, : batch * q],
             kv_cache_config=speculator.kv_cache_config,
-            seq_lens_cpu_upper_bound=speculator.longest[:batch],
+            seq_lens_cpu_upper_bound=speculator.seq_lens_bound[:batch],
             positions=state.positions[: batch * q],
             is_prefilling=torch.zeros(batch, dtype=torch.bool),
             for_cudagraph_capture=for_capture,

@@ -40,6 +40,9 @@ class BlockRejectionSampler(RejectionSampler):
         device: of the model.
         parameters: of the requests.
         kept: the drafter's logsumexps, None if its draft tokens are point masses.
+
+    vLLM's `__call__` hands parts of a batch to `_verify`. That calls `verdict`, which asks `drafts`
+    and `draft_rows` where the drafts are, and lets `emitted` say what follows from the verdict.
     """
 
     # Stream of the target's uniforms (see `rules.rng`) and the rule.
@@ -138,7 +141,7 @@ class BlockRejectionSampler(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        sampled, num_sampled = self.verify(
+        sampled, num_sampled = self.verdict(
             processed,
             is_scaled,
             draft_logits,
@@ -214,7 +217,7 @@ class BlockRejectionSampler(RejectionSampler):
             "draft_lse": None if kept is None else kept.lse,
         }
 
-    def verify(
+    def verdict(
         self,
         target_logits: torch.Tensor,
         is_scaled: bool,
@@ -324,7 +327,7 @@ def sample(
     processed, is_scaled = sampler.target_logits(
         logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest
     )
-    token_ids, _ = sampler.verify(
+    token_ids, _ = sampler.verdict(
         processed,
         is_scaled,
         None,

@@ -1,7 +1,8 @@
 """The cascade on a GPU: proposals of fixed schedules, with nothing on the host.
 
 A proposal is `cascade.program.Program` on a `ProposalState`, replayed as a CUDA graph where the
-batch size has one.
+batch size has one. Prompts are ingested with the target's own attention metadata, which covers the
+levels' layers because they share its block tables.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class CascadeSpeculator(BaseSpeculator):
         size = None if self.graphs is None else self.graphs.size_for(count, proposal)
         if size is None:
             return False
-        self._set_longest(input_batch)
+        self._bound_seq_lens(input_batch)
         counts = self.state.counts.clone()
         state = self.shorter.get(proposal.length, self.state).bucket(size)
         inputs = input_batch.idx_mapping, num_sampled
@@ -171,7 +172,7 @@ class CascadeSpeculator(BaseSpeculator):
         """A proposal for nothing but padding, and attention metadata for it."""
         program = self.programs[proposal]
         state = self.shorter.get(proposal.length, self.state).bucket(batch)
-        self.longest = torch.full((batch,), self.max_model_len, dtype=torch.int32)
+        self.seq_lens_bound = torch.full((batch,), self.max_model_len, dtype=torch.int32)
         for level in self.hosted:
             if level is not None:
                 level.prepare_capture(state, program.schedule)
@@ -208,7 +209,7 @@ class CascadeSpeculator(BaseSpeculator):
                 # As of requests that have drafted nothing yet, where no drafts are asked for.
                 self.draft_token_confidence_probs[:count] = float(drafts_none)
             return self._propose_nothing(-1, num_sampled, count)
-        self._set_longest(input_batch)
+        self._bound_seq_lens(input_batch)
         if self.several is not None and count > self.several.batch:
             num_speculative_tokens = self.state.longest
         proposal = self._next_proposal(num_speculative_tokens)
