@@ -44,7 +44,7 @@ class Cascade:
         horizontal_tokens: after the top level's draft.
         shorter: draft lengths in the same memory, for which the scheduler may ask; none.
         lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
-        sources: lookups of "sources", these three in turn.
+        sources: lookups of "sources", these in turn.
         chooses: a model is the last one of "sources".
         head: level 0 is a head of the target, or the last one of "sources" is.
         rows: drafts of a request that the target verifies together.

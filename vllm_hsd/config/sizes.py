@@ -69,10 +69,9 @@ def most_with_branches(hsd: CascadeConfig) -> int:
     return min(MAX_BATCH_SIZE, max(1, MAX_BRANCH_TOKENS // tokens))
 
 
-def searches_texts(levels: Iterable[LevelConfig]) -> bool:
-    """Whether a level searches the requests' own texts."""
-    kinds = {source.kind for level in levels for source in level.drafters}
-    return not kinds.isdisjoint(("ngram", "suffix", "ngram_model", "prediction"))
+def reads_texts(levels: Iterable[LevelConfig]) -> bool:
+    """Whether a level reads the requests' own texts."""
+    return any(source.reads_texts for level in levels for source in level.drafters)
 
 
 def by_batch_size(hsd: CascadeConfig, limit: int) -> list[tuple[int, int, int]]:

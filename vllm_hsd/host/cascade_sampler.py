@@ -13,7 +13,7 @@ from vllm_hsd.cascade.adaptive_verification import BoundedConfidence
 from vllm_hsd.cascade.prediction_lookup import PredictionLookup
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
-from vllm_hsd.config.sizes import searches_texts
+from vllm_hsd.config.sizes import reads_texts
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.branches import HostedBranches
@@ -65,7 +65,7 @@ def serve(runner: Any) -> None:
         if shared := _shared_outputs(lookups):
             replace_on(runner, f"{RUNNER}.finish_requests", by=(runner.req_states, shared))
     if isinstance(speculator, BaseSpeculator):
-        if searches_texts(speculator.hsd.levels):
+        if reads_texts(speculator.hsd.levels):
             size = runner.req_states.all_token_ids.gpu.nbytes / 2**20
             logger.info("The cascade keeps the texts on the device: %.1f MiB.", size)
         replace_on(runner, f"{RUNNER}.sample_tokens", by=speculator)

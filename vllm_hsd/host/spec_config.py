@@ -25,8 +25,8 @@ from vllm_hsd.config.sizes import (
     longest_query,
     max_batch_size,
     reads_target_states,
+    reads_texts,
     schedule_of,
-    searches_texts,
 )
 from vllm_hsd.errors import UserError, collected, quoted
 from vllm_hsd.host.engine_hooks import NeedsHooks
@@ -146,7 +146,7 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
 
     def use_ngram(self) -> bool:
         # Keeps the texts, which the lookup searches, in the GPU's memory.
-        return searches_texts(self.hsd.levels)
+        return reads_texts(self.hsd.levels)
 
     def use_eagle_block_drop(self) -> bool:
         # A head's entry at the last position of a block depends on the token after it.
@@ -257,7 +257,7 @@ class HeadSourcesConfig(HierarchicalConfig):
     hsd_sources: SkipValidation[Any] = None
 
     def use_ngram(self) -> bool:
-        return self.hsd_sources is not None and searches_texts([self.hsd_sources])
+        return self.hsd_sources is not None and reads_texts([self.hsd_sources])
 
 
 def _stock_config(

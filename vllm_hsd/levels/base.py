@@ -102,6 +102,7 @@ class LevelConfig(Keys):
         runs_target: it runs layers of the target, for other rows than the target does.
         keeps_cache: it is a model with a KV cache of its own.
         reads_target_states: it reads the target's hidden states of every step.
+        reads_texts: it reads the requests' texts, which vLLM then keeps in the GPU's memory.
         drafts_by: how it drafts in a cascade, "counts" for rows without forward passes; empty if it
             drafts alone.
         is_stock: vLLM's own drafter serves it as the only level, with our verifier; see
@@ -118,6 +119,7 @@ class LevelConfig(Keys):
     runs_target: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = False
     reads_target_states: ClassVar[bool] = False
+    reads_texts: ClassVar[bool] = False
     drafts_by: ClassVar[Literal["", "lookup", "counts", "model"]] = ""
     is_stock: ClassVar[bool] = False
 
@@ -300,6 +302,7 @@ class LookupKeys(LevelConfig):
     """Keys of lookups, whose drafts are point masses."""
 
     is_lookup = True
+    reads_texts = True
     only_lowest = "a lookup has no probabilities"
 
     def estimates(self, device: Any) -> Any:

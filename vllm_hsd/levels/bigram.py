@@ -16,6 +16,8 @@ class BigramLevelConfig(LookupKeys):
 
     kind = "bigram"
     drafts_by = "lookup"
+    # The last token is in the window.
+    reads_texts = False
 
     bigram: Name
 

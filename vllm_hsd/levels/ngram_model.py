@@ -21,6 +21,7 @@ class NgramModelLevelConfig(VerifyingKeys):
 
     kind = "ngram_model"
     drafts_by = "counts"
+    reads_texts = True
 
     ngram_model: Name
     order: Annotated[int, Field(ge=1, le=MAX_ORDER)] = MAX_ORDER

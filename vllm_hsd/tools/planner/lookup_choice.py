@@ -1,7 +1,7 @@
 """Several lookups in the place of one: what `budget.source_choice` does on a device, in NumPy.
 
 The kernels of `kernels/source_kernels.py` and this choose the same offers and learn the same
-(`tests/host/test_sources.py`).
+(`tests/kernels/test_sources.py`).
 """
 
 from __future__ import annotations
