@@ -112,3 +112,10 @@ def test_the_command(dtype, free, options, text_family, capsys, monkeypatch):
     for config in (advise.SUFFIX, advise.NGRAM):
         valid, *_ = configuration_findings(text_family.target, json.dumps(config), ())
         assert valid.status == "ok"
+
+
+def test_a_vllm_that_does_not_import_is_one_sentence(text_family, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.config.speculative", None)
+    assert main(["advise", "--model", text_family.target]) == 2
+    said = capsys.readouterr().err
+    assert "`vllm-hsd doctor`" in said and said.count("\n") == 1

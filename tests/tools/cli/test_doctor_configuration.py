@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.damage import change_config, damaged_copy
 from support.eagle3_head import write_eagle3_head
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.tools.cli import doctor
 from vllm_hsd.tools.cli import main as cli
 
 
@@ -101,3 +103,16 @@ def test_every_fault_is_named_once(models, name, capsys):
     assert status == 2 and len(lines) == len(expected), lines
     for words in expected:
         assert len([line for line in lines if re.search(words, line)]) == 1, (words, lines)
+
+
+def test_builds_that_do_not_import_are_one_problem_and_nothing_after_them_is_tried(
+    tmp_path, monkeypatch
+):
+    names = "torchvision", "torchaudio", "torchcodec"
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator does not exist')")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    *_, problem, last = doctor.findings()
+    assert problem.status == "problem" and f"pip uninstall -y {' '.join(names)}" in problem.text
+    assert "mend that first" in last.text

