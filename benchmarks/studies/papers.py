@@ -79,7 +79,7 @@ def groups() -> dict[str, Group]:
     for names in WAYS:
         found[f"windows: {', '.join(names)}"] = {name: ways[name] for name in names}, [0.0, 1.0]
     found["levels"] = further_levels(small), [0.0]
-    sizes = {name: [1 if name == "levels" else 4] for name in found}
+    sizes = {name: [4 if name.startswith("windows") else 1] for name in found}
     return {name: Group(name, *each, sizes[name]) for name, each in found.items()}
 
 

@@ -9,10 +9,9 @@ from vllm.logger import init_logger
 from vllm_hsd.config import platform
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.config.level_checks import connector_mistake
+from vllm_hsd.levels.base import BRANCHES
 
 logger = init_logger(f"vllm.{__name__}")
-# Drafts of a request by several lookups. Eight gave no more than four (benchmarks/notes).
-BRANCHES = 4
 
 
 def with_defaults(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs) -> CascadeConfig:
@@ -42,7 +41,9 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
     level = hsd.levels[0]
     if len(hsd.levels) > 1 or level.kind != "sources" or "branches" in level.model_fields_set:
         return hsd
-    most, budget = BRANCHES, arguments.max_num_batched_tokens
+    # Attention has room for max_num_seqs rows.
+    most = min(BRANCHES, arguments.max_num_seqs or BRANCHES)
+    budget = arguments.max_num_batched_tokens
     if budget is not None:
         most = min(most, budget // (hsd.num_speculative_tokens + 1))
     found = level.model_copy(update={"branches": most})
@@ -53,7 +54,7 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
         "multi-dimensional positions": target.uses_mrope,
         "a KV connector": connector_mistake(branching, arguments) is not None,
         "enable_dbo": arguments.enable_dbo,
-        "max_num_batched_tokens": most < 2,
+        "max_num_batched_tokens or max_num_seqs": most < 2,
     }
     for reason, holds in reasons.items():
         if holds:

@@ -158,6 +158,11 @@ class HostedBranches:
                     self.room,
                     self.most,
                 )
+            logger.info(
+                "At most %d requests of a step have all their drafts: max_num_seqs is %d.",
+                self.runner.max_num_reqs // max(self.room, 1),
+                self.runner.max_num_reqs,
+            )
         # Not with the weights, which sleep mode may discard.
         rows = torch.arange(self.most, dtype=torch.int32, device=self.runner.device)
         rows = rows.repeat(self.runner.max_num_reqs, 1)

@@ -195,6 +195,12 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
             yield (
                 "levels[0].branches does not run with microbatches: remove branches or enable_dbo."
             )
+        requests = vllm_config.scheduler_config.max_num_seqs
+        if self.hsd.branches > requests:
+            yield (
+                f"levels[0].branches={self.hsd.branches} takes as many rows of attention for each "
+                f"request, which has max_num_seqs={requests} in all: raise that, or lower branches."
+            )
         # vLLM sets slots for drafting aside.
         tokens = self.num_speculative_tokens + 1 + self.max_num_new_slots_for_drafting
         budget = vllm_config.scheduler_config.max_num_batched_tokens

@@ -9,10 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd.levels.any_kind import level_name
+from vllm_hsd.levels.base import BRANCHES
 from vllm_hsd.tools.engine import Generation
 
 # In place of a token where an output has ended.
 NONE = -1
+
+
+def _rows(config: dict[str, Any] | None) -> int:
+    """Drafts of a request that a configuration may verify together."""
+    given = (config or {}).get("levels")
+    levels = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    rows = [each.get("branches", BRANCHES if "sources" in each else 1) for each in levels]
+    return max([1, *(each for each in rows if isinstance(each, int))])
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,8 @@ class Comparison:
         """Arguments of the engine without speculation, as far as they are known before it runs."""
         return {
             "model": self.model,
-            "max_num_seqs": max(self.batch_sizes),
+            # Branches take rows of attention, which has one for each.
+            "max_num_seqs": max(self.batch_sizes) * max(map(_rows, self.configs)),
             # A prompt must cost the same every time.
             "enable_prefix_caching": False,
             **self.engine_args,
