@@ -207,6 +207,8 @@ def test_what_cannot_host_branches_is_refused(family):
     short = {**hsd, "max_num_seqs": 8, "max_model_len": 192, "block_size": SIZE}
     with pytest.raises(RuntimeError, match=r"takes 224 tokens of max_model_len=192 with .* of 32"):
         run_engine(short, {})
+    with pytest.raises(RuntimeError, match=r"max_num_seqs=2 in all"):
+        run_engine({**hsd, "max_num_seqs": 2}, {})
     narrow = {**hsd, "max_num_batched_tokens": 23, "max_num_seqs": 8}
     # vLLM 0.33 says it before us.
     said = r"make 24 tokens .* max_num_batched_tokens=23|Got max_num_batched_tokens=23"

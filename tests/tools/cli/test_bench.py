@@ -12,6 +12,7 @@ from support.bench_check import check_bench
 from support.engines import forked
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.levels.base import BRANCHES
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli import bench, bench_files, bench_report, bench_runs, greedy
 from vllm_hsd.tools.cli import main as cli
@@ -413,3 +414,11 @@ def test_gaps_come_from_the_target_itself(text_family, tmp_path):
         (alone,) = engine.call(greedy.gaps_of_target, [(context, best, wrong)], alone=True)
         (neither,) = engine.call(greedy.gaps_of_target, [(context, wrong, wrong)], alone=True)
     assert none == neither == 0 and alone == some > greedy.LARGEST_GAP["bfloat16"]
+
+
+def test_branches_have_their_rows_of_attention(tmp_path):
+    drawn = {"method": "hsd", "levels": [{"model": "small", "branches": 3}]}
+    looked_up = {"method": "hsd", "levels": [{"sources": [{"ngram": {}}]}]}
+    for config, rows in ((drawn, 3), (looked_up, BRANCHES), ({"method": "ngram"}, 1)):
+        found = make_comparison(tmp_path, configs=[None, config])
+        assert found.base_args["max_num_seqs"] == 2 * rows
