@@ -421,4 +421,6 @@ def test_branches_have_their_rows_of_attention(tmp_path):
     looked_up = {"method": "hsd", "levels": [{"sources": [{"ngram": {}}]}]}
     for config, rows in ((drawn, 3), (looked_up, BRANCHES), ({"method": "ngram"}, 1)):
         found = make_comparison(tmp_path, configs=[None, config])
+        assert found.base_args["max_num_seqs"] == max(2, rows)
+        found = dataclasses.replace(found, batch_sizes=[2])
         assert found.base_args["max_num_seqs"] == 2 * rows

@@ -63,10 +63,11 @@ class Comparison:
     @property
     def base_args(self) -> dict[str, Any]:
         """Arguments of the engine without speculation, as far as they are known before it runs."""
+        sizes = self.batch_sizes
         return {
             "model": self.model,
-            # Branches take rows of attention, which has one for each.
-            "max_num_seqs": max(self.batch_sizes) * max(map(_rows, self.configs)),
+            # Rows of attention, for the branches of the smallest batch at least.
+            "max_num_seqs": max(*sizes, min(sizes) * max(map(_rows, self.configs))),
             # A prompt must cost the same every time.
             "enable_prefix_caching": False,
             **self.engine_args,
