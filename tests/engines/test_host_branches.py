@@ -27,9 +27,7 @@ def test_text_is_that_of_no_speculation(patch, family, greedy_tokens, seeded_tok
     assert {job: ids(found[job]) for job in SEEDED_JOBS} == seeded_tokens
 
 
-def hosted(
-    tokens: list, counts: list, expected: float, max_num_reqs: int = 9
-) -> tuple[HostBranches, SimpleNamespace]:
+def hosted(tokens: list, counts: list, expected: float) -> tuple[HostBranches, SimpleNamespace]:
     """Branches [1, R - 1, N] that one of two sources has offered."""
     branches = torch.tensor([tokens], dtype=torch.int32)
     length = branches.shape[2]
@@ -46,7 +44,6 @@ def hosted(
     )
     found = HostBranches.__new__(HostBranches)
     found.lookup, found.room = lookup, branches.shape[1] + 1
-    found.most, found.runner = found.room, SimpleNamespace(max_num_reqs=max_num_reqs)
     return found, SimpleNamespace(slot=torch.tensor([0]), batch=1)
 
 
@@ -61,12 +58,3 @@ def test_tokens_that_do_not_pay_are_cut(price, kept):
     verify = price * np.arange(20)
     found = branches.keep_what_pays(state, drafts, chains, verify)
     assert branches.lookup.branch_counts.tolist() == [kept] and found.tolist() == [sum(kept)]
-
-
-@pytest.mark.parametrize(("max_num_reqs", "kept"), [(3, [3, 2]), (2, [3, 0]), (1, [0, 0])])
-def test_branches_without_a_row_of_attention_are_not_scheduled(max_num_reqs, kept):
-    """They would be computed by the target, and never verified."""
-    branches, state = hosted([[7, 8, 9], [5, 6, 4]], [3, 2], 0.5, max_num_reqs)
-    drafts, chains = np.ones(1, dtype=bool), np.zeros((1, 3))
-    assert branches.keep_what_pays(state, drafts, chains, np.zeros(20)).tolist() == [sum(kept)]
-    assert branches.lookup.branch_counts.tolist() == [kept]

@@ -20,6 +20,7 @@ def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
         kv_offloading_size=None,
         enable_dbo=keys.pop("enable_dbo", False),
         max_num_batched_tokens=keys.pop("max_num_batched_tokens", None),
+        max_num_seqs=keys.pop("max_num_seqs", None),
     )
     given = {"num_speculative_tokens": 5, "levels": list(levels), **keys}
     return defaults.with_defaults(CascadeConfig.parse(given), target, arguments)
@@ -64,6 +65,9 @@ def test_no_branches_where_they_do_not_fit():
     # Three drafts of five tokens with their root.
     assert with_defaults(LOOKUPS, max_num_batched_tokens=19).branches == 3
     assert with_defaults(LOOKUPS, max_num_batched_tokens=11).branches == 1
+    # Attention has room for so many rows.
+    assert with_defaults(LOOKUPS, max_num_seqs=2).branches == 2
+    assert with_defaults(LOOKUPS, max_num_seqs=1).branches == 1
 
 
 def test_nothing_where_the_host_reads_no_draft(as_on_gpus):

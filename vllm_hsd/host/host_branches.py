@@ -52,7 +52,7 @@ class HostBranches(HostedBranches):
 
     def flat_drafts(self, slots: np.ndarray, window: int, drafts: torch.Tensor) -> None:
         """In rows as long as any of the batch is."""
-        branches = self._with_room(len(slots))
+        branches = self._with_blocks(len(slots))
         branches[torch.from_numpy(self.chained[slots])] = 0
         chains = self.state.draft_length.numpy().astype(np.int64)
         self.longest_used = max(1, int(chains.max()), int(branches.max()))
@@ -102,7 +102,7 @@ class HostBranches(HostedBranches):
         Returns:
             int64 [n], tokens of each request's branches that are kept.
         """
-        counts = self._with_room(state.batch).numpy()
+        counts = self._with_blocks(state.batch).numpy()
         survival = self._survival(state)[drafts]
         every = np.concatenate((chains[:, None], survival), axis=1)
         least, _ = cut(every, verify)
@@ -111,15 +111,10 @@ class HostBranches(HostedBranches):
         total: np.ndarray = kept.sum(1)
         return total
 
-    def _with_room(self, batch: int) -> torch.Tensor:
-        """int32 [B, rows - 1] tokens of the branches, 0 in those without blocks or attention."""
+    def _with_blocks(self, batch: int) -> torch.Tensor:
+        """int32 [B, rows - 1] tokens of the branches, 0 in rows that have no blocks."""
         counts = self.lookup.branch_counts[:batch]
         counts[:, self.room - 1 :] = 0
-        numbers = np.arange(1, self.most)
-        rows = np.where(counts.numpy() > 0, numbers, 0).max(1)
-        # Attention has a row for each of max_num_reqs requests, see `prepare`.
-        left = self.runner.max_num_reqs - batch - (np.cumsum(rows) - rows)
-        counts[torch.from_numpy(numbers > left[:, None])] = 0
         return counts
 
     def _survival(self, state: ProposalState) -> np.ndarray:
