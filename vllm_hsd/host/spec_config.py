@@ -198,8 +198,8 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         requests = vllm_config.scheduler_config.max_num_seqs
         if self.hsd.branches > requests:
             yield (
-                f"levels[0].branches={self.hsd.branches} takes as many rows of attention for each "
-                f"request, which has max_num_seqs={requests} in all: raise that, or lower branches."
+                f"levels[0].branches takes {self.hsd.branches} rows of attention for a request, "
+                f"and there are max_num_seqs={requests} in all: raise that, or lower branches."
             )
         # vLLM sets slots for drafting aside.
         tokens = self.num_speculative_tokens + 1 + self.max_num_new_slots_for_drafting
