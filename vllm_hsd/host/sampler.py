@@ -41,8 +41,8 @@ class BlockRejectionSampler(RejectionSampler):
         parameters: of the requests.
         kept: the drafter's logsumexps, None if its draft tokens are point masses.
 
-    vLLM's `__call__` hands parts of a batch to `_verify`. That calls `verdict`, which asks `drafts`
-    and `draft_rows` where the drafts are, and lets `emitted` say what follows from the verdict.
+    vLLM's `__call__` hands parts of a batch to `_verify`, which calls `verdict`. A subclass says by
+    `drafts` and `draft_rows` where the drafts are, and by `emitted` what follows from the verdict.
     """
 
     # Stream of the target's uniforms (see `rules.rng`) and the rule.

@@ -191,12 +191,11 @@ def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _shares_of_memory() -> tuple[float, float]:
-    """What is free for vLLM on a CPU, and what it takes unless told."""
+    """What is free on a CPU, and what vLLM takes unless told."""
     from vllm.config import CacheConfig
 
     memory = psutil.virtual_memory()
-    free = memory.available / memory.total
-    return max(free - 0.05, 0.05), float(CacheConfig.gpu_memory_utilization)
+    return memory.available / memory.total, float(CacheConfig.gpu_memory_utilization)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -220,13 +219,14 @@ def run(arguments: argparse.Namespace) -> int:
             # vLLM would take bfloat16.
             serve += f" --dtype {EXACT}"
             why.append(f"{EXACT}: {choice.reason}.")
-    share, default = _shares_of_memory()
-    if situation.device == "cpu" and share + 0.05 < default:
-        serve += f" --gpu-memory-utilization {share:.2f}"
-        why.append(
-            f"Without that share of the memory, weights included, vLLM takes {default:.2f} of it, "
-            "more than is free."
-        )
+    if situation.device == "cpu":
+        free, default = _shares_of_memory()
+        if free < default:
+            serve += f" --gpu-memory-utilization {max(free - 0.05, 0.05):.2f}"
+            why.append(
+                f"Without that share of the memory, weights included, vLLM takes {default:.2f} of "
+                "it, more than is free."
+            )
     lines += ["", "Start with:", "", f"  {' '.join([serve, *option])}", "", *why]
     compared = _options(found.config, *found.others)
     if given is not None:

@@ -92,6 +92,11 @@ class Change:
         """Growth a second."""
         return self.gained(name, **labels) / self.seconds
 
+    @property
+    def tokens_per_draft(self) -> float:
+        """Of the drafts that were verified, of which there is one at least."""
+        return 1 + self.gained(ACCEPTED) / self.gained(DRAFTS)
+
     def ratio(self, part: str, whole: str, **labels: str) -> str:
         """Share of one counter's growth in another's, as text."""
         base = self.gained(whole, **labels)
@@ -115,7 +120,7 @@ def render(change: Change, curve: Sequence[float]) -> RenderableType:
     now, drafts = change.after, change.gained(DRAFTS)
     per_draft = "no draft just now"
     if drafts:
-        per_draft = f"[bold]{1 + change.gained(ACCEPTED) / drafts:.2f}[/] tokens per verified draft"
+        per_draft = f"[bold]{change.tokens_per_draft:.2f}[/] tokens per verified draft"
     head = Table.grid(padding=(0, 3))
     head.add_row(
         f"[bold]{change.rate(GENERATED):,.0f}[/] tokens/s",
@@ -130,12 +135,12 @@ def render(change: Change, curve: Sequence[float]) -> RenderableType:
         parts.append(Text("accepted by place  " + "  ".join(shares)))
     levels = now.labels("vllm_hsd:level_drafted_total", "level")
     parts.append(_levels(change, levels) if levels else Text(NO_CASCADE, style="yellow"))
-    if drafts := now.value(DRAFTS):
-        accepted = now.value(ACCEPTED)
+    if now.value(DRAFTS):
+        since = Change(Snapshot(0.0, {}), now)
         parts.append(
             Text(
-                f"since its start: {accepted:,.0f} of {now.value(DRAFTED):,.0f} drafted tokens "
-                f"accepted, {1 + accepted / drafts:.2f} tokens per verified draft"
+                f"since its start: {now.value(ACCEPTED):,.0f} of {now.value(DRAFTED):,.0f} drafted "
+                f"tokens accepted, {since.tokens_per_draft:.2f} tokens per verified draft"
             )
         )
     return Panel(Group(*parts), title="vllm-hsd watch", title_align="left")
