@@ -107,6 +107,15 @@ def test_searches_that_find_next_to_nothing_cost_next_to_nothing(found):
     assert serving.run(400) * plain / 12 > 0.985
 
 
+def test_a_step_without_a_search_is_not_charged_for_the_last_one():
+    serving = Serving(cpu, [Guess(0.5, 0.0, seconds=0.1 * cpu(12))], 12)
+    charged = []
+    for _ in range(200):
+        serving.run(1)
+        charged.append(serving.budget.budget.drafting_seconds)
+    assert 0.0 in charged and max(charged) > 0.0
+
+
 def test_a_load_that_swings_does_not_make_searches_pay():
     """What they gained at a batch size is known when the load comes back to it."""
     serving = Serving(cpu, [Guess(0.5, 0.0, seconds=0.1 * cpu(12))], 24)

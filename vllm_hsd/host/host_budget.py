@@ -107,7 +107,7 @@ class HostBudget:
         """
         if self.warming_up:
             return program.everything
-        drafts, offer = program.drafts, None
+        drafts, offer, self.searching = program.drafts, None, 0.0
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
         if program.has_lookup and len(slots):
             if not _agreed(partial(self._searches, len(slots))):
