@@ -18,7 +18,7 @@ from oracle.test_program_exact import Chosen, exact_engine, exact_row
 from support import kernel_reference as reference
 from support.programs import Engine
 
-from vllm_hsd.cascade import several_drafts
+from vllm_hsd.cascade import program, several_drafts
 from vllm_hsd.host.drawn_branches import DrawnBranches
 from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
@@ -183,7 +183,8 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, tokens=None, cut=None,
     verify = faults.get("verify", lambda original: original)(step.verify_tree)
     thresholds = reference.row_thresholds
     with (
-        mock.patch.multiple(several_drafts, sample_row=sample, row_thresholds=thresholds),
+        mock.patch.multiple(program, sample_row=sample, row_thresholds=thresholds),
+        mock.patch.object(several_drafts, "row_thresholds", thresholds),
         mock.patch("vllm_hsd.kernels.drawn_rows.verify_tree", verify),
         mock.patch("vllm_hsd.kernels.blocks.LOGIT_DTYPES", (torch.float64,)),
         mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),

@@ -13,7 +13,7 @@ from unittest import mock
 from support.engines import run_jobs
 from support.hosted_branches import cached_blocks, largest_difference, runner_of, texts_of
 
-MODULES = "vllm_hsd.cascade.several_drafts", "vllm_hsd.host.drawn_branches"
+MODULES = "vllm_hsd.cascade.program", "vllm_hsd.host.drawn_branches"
 
 
 def _same_uniforms():

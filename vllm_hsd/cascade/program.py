@@ -116,6 +116,16 @@ class Program:
 
     def _run_level(self, state: ProposalState, op: Draft | Verify) -> torch.Tensor:
         """A forward pass of a level, whose logits it returns, and what it adds to the text."""
+        logits = self._forward(state, op)
+        if isinstance(op, Draft):
+            self._draw(state, op, logits)
+        elif self.verifiers[op.level] == "none":
+            self._append_unverified(state, op, logits)
+        else:
+            self._verify(state, op, logits)
+        return logits
+
+    def _forward(self, state: ProposalState, op: Draft | Verify) -> torch.Tensor:
         level = cast(ProgramLevel, self.levels[op.level])
         cascade_steps.place(
             state,
@@ -126,14 +136,7 @@ class Program:
             committed_too=not level.in_target_cache,
             lanes=self.lanes,
         )
-        logits = level.forward(state, op, self.schedule.num_logits(op))
-        if isinstance(op, Draft):
-            self._draw(state, op, logits)
-        elif self.verifiers[op.level] == "none":
-            self._append_unverified(state, op, logits)
-        else:
-            self._verify(state, op, logits)
-        return logits
+        return level.forward(state, op, self.schedule.num_logits(op))
 
     def _finish(self, state: ProposalState, drafter: int = -1) -> None:
         """Hand the draft of a level over, the horizontal tokens with it."""
@@ -146,21 +149,32 @@ class Program:
     def _draw(self, state: ProposalState, op: Draft, logits: torch.Tensor) -> None:
         """Append a token of level 0."""
         thresholds = row_thresholds(logits, state.temperature[0], state.filters)
-        token_ids, lse = sample_row(
-            logits,
-            state.temperature[0],
-            state.seeds,
-            state.draws,
-            level=0,
-            draw_offset=op.draw,
-            thresholds=thresholds,
-            positions=last_positions(state, op),
-        )
+        token_ids, lse = self._sample(state, op, logits, thresholds, op.draw)
         if self.thresholds is not None:
             end_unsure_drafts(self.thresholds, state, op, logits)
         if self.confidence is not None and self.schedule.num_levels == 1:
             self.confidence.measure(logits, state.slot, self.confidence.places[op.step])
         cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
+
+    def _sample(
+        self,
+        state: ProposalState,
+        op: Draft,
+        logits: torch.Tensor,
+        thresholds: torch.Tensor,
+        draw: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of level 0 and their rows' logsumexps, see `sample_row`."""
+        return sample_row(
+            logits,
+            state.temperature[0],
+            state.seeds,
+            state.draws,
+            level=0,
+            draw_offset=draw,
+            thresholds=thresholds,
+            positions=_last_positions(state, op),
+        )
 
     def most_verified(self, op: Verify) -> int:
         """Tokens of a draft for which kernels are compiled."""
@@ -230,7 +244,7 @@ class Program:
         cascade_steps.commit_verify(state, op, logits, result, thresholds)
 
 
-def last_positions(state: ProposalState, op: Draft) -> torch.Tensor:
+def _last_positions(state: ProposalState, op: Draft) -> torch.Tensor:
     """int64 [B], of the last token that each request has fed."""
     fed = state.positions[: state.batch * op.query_length].view(state.batch, -1)
     if op.query_length == 1:

@@ -18,11 +18,10 @@ from typing import Any, cast
 import torch
 
 from vllm_hsd.cascade import cascade_steps
-from vllm_hsd.cascade.program import Program, ProgramLevel, last_positions
+from vllm_hsd.cascade.program import Program
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import Draft
 from vllm_hsd.kernels.filter_rows import row_thresholds
-from vllm_hsd.kernels.sample_row import sample_row
 
 
 @dataclass(frozen=True)
@@ -115,42 +114,10 @@ class SeveralDraftsProgram(Program):
             cascade_steps.commit_draft(own, first, logits, token_ids, lse, thresholds)
             for op in later:
                 if op.row == row:
-                    self._append(own, op)
+                    self._run_level(own, op)
             if row:
                 kept.keep(state, row, schedule.window)
         cascade_steps.collect(state, schedule)
-
-    def _append(self, state: ProposalState, op: Draft) -> None:
-        logits = self._forward(state, op)
-        thresholds = row_thresholds(logits, state.temperature[0], state.filters)
-        token_ids, lse = self._sample(state, op, logits, thresholds, op.draw)
-        cascade_steps.commit_draft(state, op, logits, token_ids, lse, thresholds)
-
-    def _forward(self, state: ProposalState, op: Draft) -> torch.Tensor:
-        places = self.groups, self.max_model_len
-        level = cast(ProgramLevel, self.levels[0])
-        committed_too = not level.in_target_cache
-        cascade_steps.place(state, self.schedule, op, *places, committed_too=committed_too)
-        return level.forward(state, op, 1)
-
-    def _sample(
-        self,
-        state: ProposalState,
-        op: Draft,
-        logits: torch.Tensor,
-        thresholds: torch.Tensor,
-        offset: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return sample_row(
-            logits,
-            state.temperature[0],
-            state.seeds,
-            state.draws,
-            level=0,
-            draw_offset=offset,
-            thresholds=thresholds,
-            positions=last_positions(state, op),
-        )
 
 
 def other_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
