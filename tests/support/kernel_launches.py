@@ -123,7 +123,8 @@ class Cascade:
         if lookup:
             levels[0] = partial(found, text=text)
         elif self.chooses:
-            sources = ProgramSources(partial(found.offer, text=text), found.choose, found.drawn)
+            offer = partial(found.offer, text=text)
+            sources = ProgramSources(offer, found.choose, found.drawn, found.prefers_drafter)
         groups = KVGroups(
             empty(self.groups, dtype=torch.uint64), longs(self.groups), empty(self.groups)
         )

@@ -63,7 +63,7 @@ class ProgramSources(NamedTuple):
     offer: ProgramLookup
     choose: ProgramLookup
     drawn: torch.Tensor
-    prefers_drafter: Callable[[ProposalState], torch.Tensor] | None = None
+    prefers_drafter: Callable[[ProposalState], torch.Tensor]
 
 
 class Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.adaptive_verification import DraftConfidence
 from vllm_hsd.cascade.cascade_steps import stage
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.config.level_checks import check_states
@@ -122,6 +124,16 @@ class BaseSpeculator(StandaloneARSpeculator):
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         """Build what runs a proposal, of levels that are loaded and have their caches."""
         raise NotImplementedError
+
+    def _sources(self, levels: list[Any]) -> ProgramSources | None:
+        """What drafts next to the model of level 0; a lookup alone becomes that level instead."""
+        lookup, text = self.lookup, self.req_states.all_token_ids.gpu
+        if levels[0] is None:
+            levels[0] = partial(cast(Any, lookup), text=text)
+        elif isinstance(lookup, SourcesLookup):
+            offer = partial(lookup.offer, text=text)
+            return ProgramSources(offer, lookup.choose, lookup.drawn, lookup.prefers_drafter)
+        return None
 
     @property
     def drawn(self) -> torch.Tensor | None:

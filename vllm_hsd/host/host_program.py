@@ -19,7 +19,7 @@ from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LookupResult, StepLevels
-from vllm_hsd.cascade.program import Program, ProgramLookup
+from vllm_hsd.cascade.program import Program, ProgramLookup, ProgramSources
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
 from vllm_hsd.host.level_caches import LevelCaches
@@ -302,7 +302,8 @@ class HostProgram(Program):
 
     def _wants_model(self, state: ProposalState) -> np.ndarray:
         """bool [B], requests for which the model next to lookups drafts; all of them in a trial."""
-        wants: np.ndarray = cast(Any, self.sources).prefers_drafter(state).numpy()
+        sources = cast(ProgramSources, self.sources)
+        wants: np.ndarray = sources.prefers_drafter(state).numpy()
         if wants.any():
             self.trials.pays(0)
         elif self.trials.due(0):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +18,6 @@ from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.budget.step_times import TIMED_AT_START
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
-from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import Draft
 from vllm_hsd.host.base_speculator import BaseSpeculator
@@ -78,15 +76,7 @@ class HostSpeculator(BaseSpeculator):
 
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         self.buckets: dict[int, ProposalState] = {}
-        sources, estimates, text = None, None, self.req_states.all_token_ids.gpu
-        if levels[0] is None:
-            levels[0] = partial(cast(Any, self.lookup), text=text)
-            estimates = estimates_of(self.hsd.levels[0], self.lookup)
-        elif isinstance(self.lookup, SourcesLookup):
-            offer = partial(self.lookup.offer, text=text)
-            sources = ProgramSources(
-                offer, self.lookup.choose, self.lookup.drawn, self.lookup.prefers_drafter
-            )
+        sources = self._sources(levels)
         # A head cannot read late: the states of a step are gone after it.
         own = [
             None if level is None or level.in_target_cache or level is self.head else level
@@ -111,7 +101,7 @@ class HostSpeculator(BaseSpeculator):
             chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
             max_rounds=[options.max_rounds for options in self.hsd.options()],
             caches=self.caches,
-            estimates=estimates if self.hsd.adaptive else None,
+            estimates=estimates_of(self.hsd.levels[0], self.lookup) if self.hsd.adaptive else None,
         )
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))

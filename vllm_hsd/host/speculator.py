@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import SourcesLookup
-from vllm_hsd.cascade.program import Program, ProgramSources
+from vllm_hsd.cascade.program import Program
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
 from vllm_hsd.config.sizes import (
@@ -73,13 +73,9 @@ class CascadeSpeculator(BaseSpeculator):
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         for state in self.shorter.values():
             state.slot_mapping = self.state.slot_mapping
-        sources, text = None, self.req_states.all_token_ids.gpu
-        if levels[0] is None:
-            levels[0] = partial(cast(Any, self.lookup), text=text)
-        elif isinstance(self.lookup, SourcesLookup):
-            offer = partial(self.lookup.offer, text=text)
-            sources = ProgramSources(offer, self.lookup.choose, self.lookup.drawn)
-            self.further = FurtherPasses(self.lookup.wanted)
+        sources = self._sources(levels)
+        if sources is not None:
+            self.further = FurtherPasses(cast(SourcesLookup, self.lookup).wanted)
         kind: Callable[..., Program] = Program
         if self.several is not None:
             kind = partial(SeveralDraftsProgram, kept=self.several)
