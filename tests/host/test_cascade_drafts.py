@@ -282,20 +282,23 @@ def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypat
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 7),
         speculative_config=SimpleNamespace(
-            hsd=CascadeConfig.parse(given), level_configs=[None, None]
+            hsd=CascadeConfig.parse(given),
+            level_configs=[None, None],
+            max_batch_size=lambda scheduler_config: scheduler_config.max_num_batched_tokens // 5,
         ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=20),
     )
 
     def init(self, vllm_config, device):
         self.vllm_config, self.speculative_config = vllm_config, vllm_config.speculative_config
         self.max_model_len = vllm_config.model_config.max_model_len  # as in vLLM 0.32
-        self.max_num_reqs, self.max_num_tokens, self.dtype = 9, 20, torch.float32
+        self.max_num_reqs, self.dtype = 9, torch.float32
 
     monkeypatch.setattr(DraftModelSpeculator, "__init__", init)
     drafter = CascadeSpeculator(config, torch.device("cpu"))
     assert drafter.state.rows[0] is None and drafter.state.rows[1].shape[1:] == (4, 7)
-    # No more requests than torch.compile covers the tokens of.
-    assert drafter.state.batch == 20 // drafter.schedule.longest_query < 9
+    # No more requests than the configuration says, to the scheduler too.
+    assert drafter.state.batch == 4
     config.model_config.max_model_len = 32
     assert drafter.max_model_len == 32
 

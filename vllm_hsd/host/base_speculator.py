@@ -18,13 +18,7 @@ from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.config.level_checks import check_states
-from vllm_hsd.config.sizes import (
-    longest_query,
-    max_batch_size,
-    reads_target_states,
-    schedule_of,
-    verifiers,
-)
+from vllm_hsd.config.sizes import reads_target_states, schedule_of, verifiers
 from vllm_hsd.errors import quoted
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.device_counts import DeviceCounts
@@ -74,15 +68,11 @@ class BaseSpeculator(StandaloneARSpeculator):
         self.forced = np.zeros(self.max_num_reqs, dtype=np.int64)
         self.branches: HostedBranches | None = None
         dtype = cast(torch.dtype, self.dtype)
+        drafting = vllm_config.speculative_config.max_batch_size(vllm_config.scheduler_config)
         # Before vLLM's memory profile, and not with the weights, which sleep mode may discard.
         self.state = ProposalState.allocate(
             self.schedule,
-            batch=min(
-                self.max_num_reqs,
-                max_batch_size(
-                    self.hsd, longest_query(self.hsd, self.schedule), self.max_num_tokens
-                ),
-            ),
+            batch=min(self.max_num_reqs, drafting),
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
             dtypes=row_dtypes(
