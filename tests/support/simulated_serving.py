@@ -205,7 +205,7 @@ class Proposal:
             self.batch.texts(self.slots), self.requested[-1].numpy().astype(np.int64)
         )
 
-    def missed(self, state: "Proposal", level: int) -> int:
+    def missed(self, level: int) -> int:
         return 0
 
     def run(self, selection: StepLevels) -> None:

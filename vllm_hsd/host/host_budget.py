@@ -117,7 +117,7 @@ class HostBudget:
             began = clock.seconds()
             offer = program.draft_ahead(state, drafts)
             self.searching = clock.seconds() - began
-        late = self._late(program, state)
+        late = self._late(program)
         # One in every step at least.
         steps = max(float(left[drafts].mean()) if len(slots) else 1.0, 1.0)
         plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, steps))
@@ -133,11 +133,11 @@ class HostBudget:
             self.budget.branch_tokens[slots] = kept
         return selected
 
-    def _late(self, program: HostProgram, state: ProposalState) -> list[float]:
+    def _late(self, program: HostProgram) -> list[float]:
         """By level, seconds in which it reads what it has missed."""
         found = []
         for k, times in enumerate(self.budget.times[:-1]):
-            missed = program.missed(state, k)
+            missed = program.missed(k)
             found.append(times.seconds(missed) if missed and not times.empty else 0.0)
         return found
 

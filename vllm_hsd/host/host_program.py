@@ -9,7 +9,7 @@ same for one request, in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,25 +24,8 @@ from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
 from vllm_hsd.host.level_caches import LevelCaches
 
-
-class ProgramBudget(Protocol):
-    """What learns from a program's passes, and ends its drafts; see `HostBudget`.
-
-    Attributes:
-        ends: by level, whether its drafts for the target are asked to go on.
-        level_verified: told of every draft that a level verifies, see `DraftBudget`.
-    """
-
-    ends: list[bool]
-    level_verified: Callable[..., None]
-
-    def timed(self, level: int, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens has verified nothing."""
-
-    def goes_on(
-        self, level: int, slots: np.ndarray, estimates: np.ndarray, drafted: np.ndarray
-    ) -> np.ndarray:
-        """bool [n], whether a further pass is worth its price, see `DraftBudget.goes_on`."""
+if TYPE_CHECKING:
+    from vllm_hsd.host.host_budget import HostBudget
 
 
 class HostProgram(Program):
@@ -64,7 +47,7 @@ class HostProgram(Program):
     """
 
     logits: torch.Tensor
-    budget: ProgramBudget | None = None
+    budget: HostBudget | None = None
 
     def __init__(
         self,
@@ -101,7 +84,7 @@ class HostProgram(Program):
         self.slots = state.slot.numpy().astype(np.int64)
         self.base = state.base.numpy()
         self.drafts = state.requested[-1].numpy() > 0
-        self.caches.committed(self.slots[self.drafts], self._text_ends(state)[self.drafts])
+        self.caches.committed(self.slots[self.drafts], self._text_ends()[self.drafts])
         self.drafted_ahead = False
 
     def draft_ahead(self, state: ProposalState, drafts: np.ndarray) -> LookupResult:
@@ -219,10 +202,10 @@ class HostProgram(Program):
         drafts = self.drafts & (state.requested[-1].numpy() > 0)
         for k in self.selection.levels:
             if k or not self.lazy:
-                self._read(state, k, drafts)
+                self._read(k, drafts)
 
-    def _read(self, state: ProposalState, level: int, drafts: np.ndarray) -> None:
-        ends, computed = self._text_ends(state), self.caches.computed[level]
+    def _read(self, level: int, drafts: np.ndarray) -> None:
+        ends, computed = self._text_ends(), self.caches.computed[level]
         if self.caches.levels[level] is None:
             computed[self.slots[drafts]] = ends[drafts] - 1
             return
@@ -237,14 +220,14 @@ class HostProgram(Program):
             if self.budget is not None:
                 self.budget.timed(level, missed, clock.seconds() - began)
 
-    def missed(self, state: ProposalState, level: int) -> int:
+    def missed(self, level: int) -> int:
         """Tokens that a level would have to read before it drafts for these requests."""
         if self.caches.levels[level] is None:
             return 0
-        missed = self._text_ends(state) - 1 - self.caches.computed[level, self.slots]
+        missed = self._text_ends() - 1 - self.caches.computed[level, self.slots]
         return int(np.maximum(missed[self.drafts], 0).sum())
 
-    def _text_ends(self, state: ProposalState) -> np.ndarray:
+    def _text_ends(self) -> np.ndarray:
         ends: np.ndarray = self.base + self.schedule.window
         return ends
 
@@ -280,7 +263,7 @@ class HostProgram(Program):
             self._took(0, began)
             open_ = self._wants_model(state) & self._wants(state, 0)
             if self.lazy:
-                self._read(state, 0, open_)
+                self._read(0, open_)
         step, first = 0, self.draws[0]
         self.draws[0] += int(state.requested[0].max())
         # Next to lookups, below another level, a first pass reads what that one has added.
