@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head needs of its target, on either runner."""
+"""What an EAGLE-3 head needs of its target."""
 
 from __future__ import annotations
 

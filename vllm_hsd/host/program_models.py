@@ -26,9 +26,9 @@ from vllm_hsd.cascade.exit_head import ExitHead
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import Draft, Schedule, Verify
 from vllm_hsd.cascade.vocabulary import fit_logits, readable
-from vllm_hsd.host.exits import TargetExit
 
-# vLLM's annotation wants a concrete class and gets this abstract one everywhere.
+# vLLM's annotation wants a concrete class and gets this abstract one everywhere; it does not
+# declare the name that all its subclasses have.
 _AttentionLayer: Any = AttentionLayerBase
 
 
@@ -248,12 +248,36 @@ class Uncompiled:
                 module._forward_method = method
 
 
-class ProgramExit(TargetExit, ProgramModel):
-    """The target's first layers.
+class ResidualStream(torch.nn.Module):
+    """In the place of a final norm: the states that a head reads."""
+
+    def forward(
+        self, hidden: torch.Tensor, *residual: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """[n, hidden] layer output and the residual stream, if the decoder keeps them apart.
+
+        Before the first layer there is none (None).
+        """
+        if not residual:
+            return hidden
+        whole = hidden if residual[0] is None else hidden + residual[0]
+        return whole, whole
+
+
+class ProgramExit(ProgramModel):
+    """The target's decoder, left after some of its layers.
+
+    vLLM's decoders run `layers[start_layer:end_layer]` between the embedding and the final norm,
+    for pipeline parallelism. A copy that ends earlier and shares all weights is an early exit with
+    the model's own scaling, whatever its layers pass on to each other.
+
+    It writes the target's KV cache: the lower layers' entries of target and exit are the same for
+    the same tokens, so it has no cache of its own to fill.
 
     Args:
         speculator, index: as for `ProgramModel`.
-        num_layers, head: see `TargetExit`.
+        num_layers: layers that run, 0 (the embedding, with a head) to the target's depth.
+        head: trained for them; None for the target's own norm and head.
     """
 
     in_target_cache = True
@@ -265,11 +289,46 @@ class ProgramExit(TargetExit, ProgramModel):
         self.num_layers = num_layers
         self.head = head and head.to(speculator.device, speculator.dtype)
 
-    def attach(self, target: Any, named: str = "") -> None:
-        super().attach(target, named)
-        parts = [*self.layers, self.decoder.norm]
+    def attach(self, target: Any) -> None:
+        """Share the layers of the loaded target."""
+        self.target = target.unwrap() if hasattr(target, "unwrap") else target
+        layers = self.target.model.layers[: self.num_layers]
+        self.layer_names = attention_layer_names(layers)
+        norm = None if self.head is None else ResidualStream()
+        self.decoder = leave_after(self.target.model, self.num_layers, norm)
+        parts = [*layers, self.decoder.norm]
         self.kernels = Uncompiled(parts, self.vllm_config, self.speculator.device.type)
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] states after the last of the layers."""
         with self.kernels.in_use():
-            return super().run(input_ids, positions)
+            # Not __call__: that is the whole target where it is compiled.
+            return self.decoder.forward(input_ids, positions, None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocab_size] logits of [n, hidden] states."""
+        if self.head is not None:
+            return self.head.logits(hidden)
+        return self.target.compute_logits(hidden)
+
+
+def leave_after(decoder: Any, num_layers: int, norm: torch.nn.Module | None = None) -> Any:
+    """A decoder that shares another one's weights and ends after `num_layers` layers.
+
+    Args:
+        decoder: `model` of one of vLLM's causal language models; not changed.
+        norm: in the place of its final norm.
+    """
+    short = copy.copy(decoder)
+    short._modules = dict(decoder._modules)
+    short.end_layer = min(num_layers, decoder.end_layer)
+    short.aux_hidden_state_layers = ()
+    if norm is not None:
+        short.norm = norm
+    return short
+
+
+def attention_layer_names(layers: Iterable[Any]) -> set[str]:
+    """Names under which vLLM knows the attention of decoder layers."""
+    modules = (module for layer in layers for module in layer.modules())
+    return {module.layer_name for module in modules if isinstance(module, _AttentionLayer)}
