@@ -135,7 +135,7 @@ class Request:
             yield
             return
         op = self.schedule.ops[at]
-        k = op.level
+        k = op.level if isinstance(op, Verify) else 0
         if not isinstance(op, Lookup | Choose):
             self.feed(op)
         if isinstance(op, Verify):

@@ -55,26 +55,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Level 0 finds its whole draft in the text; before a `Choose`, offers of one.
-
-    Attributes:
-        level: 0.
-        draft_length: most tokens.
-    """
-
-    level: int
-    draft_length: int
+    """Level 0 finds its whole draft in the text; before a `Choose`, offers of one."""
 
 
 @dataclass(frozen=True)
 class Choose:
-    """Level 0 keeps what its model has drafted, or puts a lookup's offer in its place.
-
-    Attributes:
-        level: 0.
-    """
-
-    level: int = 0
+    """Level 0 keeps what its model has drafted, or puts a lookup's offer in its place."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +322,7 @@ def _unroll(
 
     def draft(length: int) -> None:
         if lookup or chooses:
-            ops.append(Lookup(0, length))
+            ops.append(Lookup())
         for step in range(0 if lookup else length):
             ops.append(Draft(0, step, uncached(0) if step == 0 else 1, draws(0, 1)))
         if chooses:
