@@ -14,7 +14,7 @@ this step, or by how sure the model was of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -280,19 +280,3 @@ class SourcesLookup:
 
 def _requests(state: ProposalState) -> tuple[torch.Tensor, torch.Tensor]:
     return state.requested[-1], state.slot
-
-
-def build(speculator: Any, level: Any) -> SourcesLookup:
-    """The sources of a level's configuration."""
-    device, lookups = speculator.device, [each for each in level.sources if each.is_lookup]
-    built = [(each.build(speculator, 0), each.estimates(device)) for each in lookups]
-    return SourcesLookup(
-        built,
-        level.min_acceptance,
-        speculator.max_num_reqs,
-        speculator.schedule.kept_lengths[0],
-        device,
-        has_drafter=len(lookups) < len(level.sources),
-        rows=level.branches,
-        batch=speculator.state.batch,
-    )

@@ -30,7 +30,7 @@ def estimates_of(
         return _of_offers
     values = own.values.numpy()
     if own.by_token:
-        return lambda state, _: values[_before(state)]
+        return lambda state, _: values[np.maximum(_drafted(state, -1), 0)]
     return lambda state, _: np.broadcast_to(
         values[: state.lse[0].shape[1]], (state.batch, state.lse[0].shape[1])
     )
@@ -42,11 +42,6 @@ def _drafted(state: ProposalState, first: int) -> np.ndarray:
     at = state.start[0].numpy()[:, None] + places
     window = state.window.numpy()
     found: np.ndarray = np.take_along_axis(window, np.minimum(at, window.shape[1] - 1), 1)
-    return found
-
-
-def _before(state: ProposalState) -> np.ndarray:
-    found: np.ndarray = np.maximum(_drafted(state, -1), 0)
     return found
 
 

@@ -89,16 +89,14 @@ class RequestParameters:
         """int64 [max_num_reqs]."""
         return self.states.seeds.gpu
 
-    @property
-    def most_drafted(self) -> torch.Tensor:
-        """int32 [max_num_reqs], most tokens of a draft."""
-        return self.limits.gpu
-
     def tensors(self) -> dict[str, Any]:
         """All of them by the names of the arguments of `cascade_steps.stage`."""
-        named = {"temperature": self.temperature, "seeds": self.seeds}
-        named["most_drafted"] = self.most_drafted
-        return named | self.filters._asdict()
+        return {
+            "temperature": self.temperature,
+            "seeds": self.seeds,
+            "most_drafted": self.limits.gpu,
+            **self.filters._asdict(),
+        }
 
     @property
     def filters(self) -> Filters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.levels.base import Keys, Name, Target, VllmModelKeys
 
@@ -16,8 +16,6 @@ class MtpConfig(Keys):
     Attributes:
         model: a checkpoint of their own; None where they are in the target's.
     """
-
-    example: ClassVar[str] = "{}"
 
     model: Name | None = None
 

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from vllm_hsd.levels.any_kind import Source, level_name
-from vllm_hsd.levels.base import KINDS, BranchKeys, LevelConfig, Measuring, Probability
+from vllm_hsd.levels.base import (
+    KINDS,
+    BranchKeys,
+    LevelConfig,
+    LookupKeys,
+    Measuring,
+    Probability,
+)
 
 if TYPE_CHECKING:
     from vllm_hsd.cascade.level import LevelOptions
@@ -75,9 +82,21 @@ class SourcesLevelConfig(BranchKeys):
         return self.sources[-1].options(draft_length, verifier)
 
     def build(self, speculator: Any, index: int) -> Any:
-        from vllm_hsd.budget.source_choice import build
+        from vllm_hsd.budget.source_choice import SourcesLookup
 
-        return build(speculator, self)
+        device = speculator.device
+        lookups = [each for each in self.sources if isinstance(each, LookupKeys)]
+        built = [(each.build(speculator, 0), each.estimates(device)) for each in lookups]
+        return SourcesLookup(
+            built,
+            self.min_acceptance,
+            speculator.max_num_reqs,
+            speculator.schedule.kept_lengths[0],
+            device,
+            has_drafter=len(lookups) < len(self.sources),
+            rows=self.branches,
+            batch=speculator.state.batch,
+        )
 
     def measured(self, models: Measuring) -> Any:
         """Of lookups."""
