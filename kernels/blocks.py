@@ -254,6 +254,12 @@ def is_finite(x):
 
 
 @triton.jit
+def times(a, b):
+    """Of scans that multiply."""
+    return a * b
+
+
+@triton.jit
 def extract_lane(values, index, i):
     """values[i] of a tensor whose lanes are numbered by ``index``; other lanes may hold NaN."""
     return tl.sum(tl.where(index == i, values, tl.zeros_like(values)), axis=0)

@@ -7,7 +7,7 @@ be unverified, in the window.
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.suffix_kernels import matched_tokens
+from vllm_hsd.kernels.suffix_kernels import matched_tokens, token_at
 
 
 @triton.jit
@@ -72,9 +72,8 @@ def copy_ngram_kernel(
     at = first + lane
     window_ptr += request * window_stride
     text_ptr += tl.load(slot_ptr + request).to(tl.int64) * text_stride
-    one = tl.load(window_ptr + at - base, mask=taken & (at >= base), other=0)
-    other = tl.load(text_ptr + at, mask=taken & (at < base), other=0)
-    tl.store(window_ptr + end + lane, tl.where(at >= base, one, other), mask=taken)
+    token = token_at(window_ptr, text_ptr, base, at, taken)
+    tl.store(window_ptr + end + lane, token, mask=taken)
     tl.store(end_ptr + request, end + count.to(tl.int32))
     tl.store(drafted_ptr + request, count.to(tl.int32))
 

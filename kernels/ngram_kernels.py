@@ -10,7 +10,7 @@ the one before have found.
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.suffix_kernels import _token_at
+from vllm_hsd.kernels.suffix_kernels import token_at
 
 AFTER_ALL_TOKENS = tl.constexpr(0x7FFFFFFF)
 
@@ -86,7 +86,7 @@ def _text_of(
     VERIFIES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Pointers, base and length of a row's text as `_token_at` takes them; no tokens in padding."""
+    """Pointers, base and length of a row's text as `token_at` takes them; no tokens in padding."""
     request = row // ROWS
     slot = tl.load(slot_ptr + request).to(tl.int64)
     end = tl.load(end_ptr + request)
@@ -158,7 +158,7 @@ def ngram_search_kernel(
         seen = tl.zeros((), tl.int32)
         if length >= k:
             offset = tl.arange(0, DEPTH)
-            context = _token_at(window_ptr, text_ptr, base, length - k + offset, offset < k)
+            context = token_at(window_ptr, text_ptr, base, length - k + offset, offset < k)
             # Nothing follows where a text ends, which is before all tokens.
             edge = tl.where(side == 0, 0, AFTER_ALL_TOKENS)[:, None]
             wanted = tl.where(offset[None, :] < k, context[None, :], edge)
@@ -179,9 +179,9 @@ def ngram_search_kernel(
         out = row.to(tl.int64) * (tl.num_programs(1) - ORDER) + chunk
         number = tl.zeros((), tl.int32)
         if first < length - 1:
-            last = _token_at(window_ptr, text_ptr, base, length - 1, True)
+            last = token_at(window_ptr, text_ptr, base, length - 1, True)
             at = first + tl.arange(0, CHUNK)
-            token = _token_at(window_ptr, text_ptr, base, at, at < length - 1)
+            token = token_at(window_ptr, text_ptr, base, at, at < length - 1)
             here = (token == last).to(tl.int32)
             number = tl.sum(here, axis=0)
             rank = number - tl.cumsum(here, axis=0)
@@ -255,8 +255,8 @@ def ngram_own_kernel(
         place = tl.load(place_ptr + index, mask=known, other=0).to(tl.int64)
         at = place[:, None] + 1 - k[None, :]
         inside = known[:, None] & (k <= ORDER)[None, :] & (at >= 0)
-        found = _token_at(window_ptr, text_ptr, base, at, inside)
-        ends = _token_at(window_ptr, text_ptr, base, length - k, context & (k <= length))
+        found = token_at(window_ptr, text_ptr, base, at, inside)
+        ends = token_at(window_ptr, text_ptr, base, length - k, context & (k <= length))
         differs = (k > 0)[None, :] & ((inside == 0) | (found != ends[None, :]))
         matched = tl.min(tl.where(differs, k[None, :], ORDER + 1), axis=1) - 1
         token = tl.sum(tl.where(k[None, :] == 0, found, 0), axis=1)

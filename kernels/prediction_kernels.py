@@ -7,17 +7,13 @@ the end of a request's text, the other takes the best place and copies what foll
 import triton
 import triton.language as tl
 
+from vllm_hsd.kernels.blocks import times
 from vllm_hsd.kernels.suffix_kernels import matched_tokens
 
 # Columns of the facts of a request's prediction.
 COUNT, BEGIN, PLACE, AT, FACTS = (tl.constexpr(i) for i in range(5))
 # Of a key: the match in the upper half, the rank of its place in the lower.
 LAST_RANK = tl.constexpr(0xFFFFFFFF)
-
-
-@triton.jit
-def _times(a, b):
-    return a * b
 
 
 @triton.jit
@@ -113,7 +109,7 @@ def copy_predicted_kernel(
     tl.store(end_ptr + request, end + count)
     tl.store(drafted_ptr + request, count)
     each = matched.to(tl.float64) / (matched.to(tl.float64) + tl.load(doubt_ptr))
-    sure = tl.associative_scan(tl.zeros([LANES], tl.float64) + each, 0, _times)
+    sure = tl.associative_scan(tl.zeros([LANES], tl.float64) + each, 0, times)
     row = request.to(tl.int64) * N + lane
     tl.store(token_ptr + row, token, mask=lane < N)
     tl.store(confidence_ptr + row, tl.where(taken, sure, 0.0), mask=lane < N)

@@ -8,12 +8,8 @@ last slot is of rows that draft nothing.
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.blocks import extract_lane
-
-
-@triton.jit
-def _times(a, b):
-    return a * b
+from vllm_hsd.kernels.blocks import extract_lane, times
+from vllm_hsd.kernels.suffix_kernels import token_at
 
 
 @triton.jit
@@ -67,13 +63,10 @@ def judge_offers_kernel(
         lane = tl.arange(0, LANES)
         offered = lane < known
         at = start + lane
-        drafted = tl.load(
-            window_ptr + request * window_stride + at - base, mask=offered & (at >= base), other=-1
-        )
-        row_ptr = text_ptr + slot * text_stride
-        stored = tl.load(row_ptr + at, mask=offered & (at < base), other=-1)
+        own_window, own_text = window_ptr + request * window_stride, text_ptr + slot * text_stride
+        here = token_at(own_window, own_text, base, at, offered)
         token = tl.load(token_ptr + place * N + lane, mask=offered, other=0)
-        same = offered & (tl.where(at >= base, drafted, stored) == token)
+        same = offered & (here == token)
         matched = tl.min(tl.where(same, LANES, lane), axis=0)
         # Whole drafts of as many tokens as there are lanes have no place after them.
         matched = tl.minimum(matched.to(tl.int64), known)
@@ -217,7 +210,7 @@ def best_offer(
             offered = N
         within = lane < tl.minimum(offered, room)
         expected = tl.load(expected_ptr + place * N + lane, mask=within, other=0.0)
-        survival = tl.associative_scan(tl.minimum(expected * scale, 1.0), 0, _times)
+        survival = tl.associative_scan(tl.minimum(expected * scale, 1.0), 0, times)
         within = within & (survival >= least)
         value = tl.sum(tl.where(within, survival, 0.0), axis=0)
         token = tl.load(token_ptr + place * N + lane, mask=within, other=0)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _token_at(window_ptr, text_ptr, base, at, mask):
+def token_at(window_ptr, text_ptr, base, at, mask):
     """Tokens of a request's text, of the window where that begins; -1 where the mask is false."""
     one = tl.load(window_ptr + at - base, mask=mask & (at >= base), other=-1)
     other = tl.load(text_ptr + at, mask=mask & (at < base), other=-1)
@@ -20,9 +20,9 @@ def _token_at(window_ptr, text_ptr, base, at, mask):
 
 @triton.jit
 def _searched_at(searched_ptr, window_ptr, text_ptr, base, at, mask):
-    """As `_token_at`, of another text unless its pointer is None."""
+    """As `token_at`, of another text unless its pointer is None."""
     if searched_ptr is None:
-        token = _token_at(window_ptr, text_ptr, base, at, mask)
+        token = token_at(window_ptr, text_ptr, base, at, mask)
     else:
         token = tl.load(searched_ptr + at, mask=mask, other=-1)
     return token
@@ -42,13 +42,13 @@ def matched_tokens(
 ):
     """How many tokens up to each of [CHUNK] positions, `most` at most, end the text too: int32.
 
-    Pointers are at the request's; base and length as in `_token_at`; only positions that are
+    Pointers are at the request's; base and length as in `token_at`; only positions that are
     `going` are looked at, in the text itself or in another one.
     """
     matched = tl.zeros([CHUNK], tl.int32)
     i = tl.zeros((), tl.int64)
     while (i < most) & (tl.max(going.to(tl.int32), axis=0) > 0):
-        wanted = _token_at(window_ptr, text_ptr, base, length - 1 - i, length > i)
+        wanted = token_at(window_ptr, text_ptr, base, length - 1 - i, length > i)
         at = position - i
         going = going & (at >= 0)
         token = _searched_at(searched_ptr, window_ptr, text_ptr, base, at, going)
@@ -286,7 +286,7 @@ def store_votes_kernel(
         short = tl.minimum(match, HEAD)
         offset = tl.arange(0, HEAD)
         at = length - match + offset
-        head = _token_at(window_ptr, text_ptr, base, at, offset < short)
+        head = token_at(window_ptr, text_ptr, base, at, offset < short)
         low = tl.zeros((), tl.int32)
         high = low + size
         low = _bound(tokens_ptr, order_ptr, low, high, head, short, total, False, WAYS, HEAD)
@@ -298,7 +298,7 @@ def store_votes_kernel(
             if match > HEAD:
                 place = tl.arange(0, DEPTH)
                 at_all = length - match + place
-                whole = _token_at(window_ptr, text_ptr, base, at_all, place < match)
+                whole = token_at(window_ptr, text_ptr, base, at_all, place < match)
                 low = _bound(
                     tokens_ptr, order_ptr, low, high, whole, match, total, False, WAYS, DEPTH
                 )
