@@ -29,19 +29,19 @@ def row_stats_kernel(
     stats_ptr,  # float32 [4, B, K + 1, CHUNKS]: max, sum (T = 0: argmax) of target; of draft
     stats_stride,  # B * (K + 1) * CHUNKS
     arrived_ptr,  # int32 [B]
-    target_ptr,  # [sum(n_i + 1), V]
+    target_ptr,  # [num_logits, V]
     target_stride,
-    draft_ptr,  # [sum(n_i), V], or [max_num_reqs, K, V]
+    draft_ptr,  # [D, K, V]
     draft_stride_origin,
     draft_stride_row,
-    token_ptr,  # [sum(n_i)], or [sum(n_i + 1)]
-    cu_ptr,  # [B + 1] draft tokens, or logits rows
-    index_ptr,  # [B] -> max_num_reqs, with PADDED
-    draft_index_ptr,  # [B] -> draft rows, -1 for none, with PADDED
-    length_ptr,  # like the draft rows, with HAS_LENGTH
-    temperature_ptr,  # float32 [B], or [max_num_reqs]
+    token_ptr,  # [num_logits]
+    cu_ptr,  # [B + 1]
+    index_ptr,  # [B] -> max_num_reqs
+    draft_index_ptr,  # [B] -> D, -1 for none
+    length_ptr,  # [D], with HAS_LENGTH
+    temperature_ptr,  # float32 [max_num_reqs]
     draft_temperature_ptr,  # like temperature
-    threshold_ptr,  # float32, one for each target row, with FILTERED
+    threshold_ptr,  # float32 [num_logits], with FILTERED
     seed_ptr,  # int64, like temperature, with COUPLED
     position_ptr,  # int64, with COUPLED
     position_skip,
@@ -52,7 +52,6 @@ def row_stats_kernel(
     FILTERED: tl.constexpr,
     COUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PADDED: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -63,7 +62,7 @@ def row_stats_kernel(
         tl.store(arrived_ptr + request, 0)
     layout = cu_ptr, index_ptr, draft_index_ptr, length_ptr, token_ptr
     state, target_row, draft_origin, length, _ = request_layout(
-        layout, request, vocab_size, tl.arange(0, ROWS), MAX_DRAFT, PADDED, HAS_LENGTH
+        layout, request, vocab_size, tl.arange(0, ROWS), MAX_DRAFT, HAS_LENGTH
     )
     temperature = tl.load(temperature_ptr + state)
     # Only a greedy request needs the row after its draft now: it may be the argmax to emit.
@@ -107,22 +106,22 @@ def verify_kernel(
     stats_ptr,  # float32 [4, B, K + 1, CHUNKS], see row_stats_kernel
     stats_stride,  # B * (K + 1) * CHUNKS
     arrived_ptr,  # int32 [B]
-    target_ptr,  # [sum(n_i + 1), V]
+    target_ptr,  # [num_logits, V]
     target_stride,
-    draft_ptr,  # [sum(n_i), V], or [max_num_reqs, K, V]
+    draft_ptr,  # [D, K, V]
     draft_stride_origin,
     draft_stride_row,
-    draft_lse_ptr,  # float32 [sum(n_i)], or [max_num_reqs, K]
+    draft_lse_ptr,  # float32 [D, K]
     draft_lse_stride_origin,
     draft_lse_stride_row,
-    token_ptr,  # [sum(n_i)], or [sum(n_i + 1)]
-    cu_ptr,  # [B + 1] draft tokens, or logits rows
-    index_ptr,  # [B] -> max_num_reqs, with PADDED
-    draft_index_ptr,  # [B] -> draft rows, -1 for none, with PADDED
-    length_ptr,  # like the draft rows, with HAS_LENGTH
-    temperature_ptr,  # float32 [B], or [max_num_reqs]
+    token_ptr,  # [num_logits]
+    cu_ptr,  # [B + 1]
+    index_ptr,  # [B] -> max_num_reqs
+    draft_index_ptr,  # [B] -> D, -1 for none
+    length_ptr,  # [D], with HAS_LENGTH
+    temperature_ptr,  # float32 [max_num_reqs]
     draft_temperature_ptr,  # like temperature
-    threshold_ptr,  # float32, one for each target row, with FILTERED
+    threshold_ptr,  # float32 [num_logits], with FILTERED
     seed_ptr,  # int64, like temperature
     draw_ptr,  # int64, like temperature
     stream,
@@ -134,7 +133,6 @@ def verify_kernel(
     HAS_DRAFT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     FILTERED: tl.constexpr,
-    PADDED: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     MAX_DRAFT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -150,7 +148,7 @@ def verify_kernel(
     row = tl.arange(0, ROWS)
     layout = cu_ptr, index_ptr, draft_index_ptr, length_ptr, token_ptr
     state, target_row, draft_origin, num_drafted, token = request_layout(
-        layout, request, vocab_size, row, MAX_DRAFT, PADDED, HAS_LENGTH
+        layout, request, vocab_size, row, MAX_DRAFT, HAS_LENGTH
     )
     temperature = tl.load(temperature_ptr + state)
     draft_temperature = tl.load(draft_temperature_ptr + state)

@@ -27,44 +27,33 @@ def request_layout(
     vocab_size,
     row,
     MAX_DRAFT: tl.constexpr,
-    PADDED: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
 ):
     """Position of a request's rows and tokens, and its draft up to the first empty slot.
 
-    Returns (state index, first target row, first proposal row, draft length, tokens [ROWS]); the
-    length is -1 where a padded request has no logits row at all. `layout` are the pointers cu,
-    index, draft index, length and token of the kernels.
+    Returns (state index, first target row, entry of the draft, draft length, tokens [ROWS]); the
+    length is -1 where a request has no logits row at all. `layout` are the pointers cu, index,
+    draft index, length and token of the kernels.
     """
     cu_ptr, index_ptr, draft_index_ptr, length_ptr, token_ptr = layout
     begin = tl.load(cu_ptr + request).to(tl.int64)
     count = tl.load(cu_ptr + request + 1).to(tl.int64) - begin
-    if PADDED:  # cu counts logits rows; a token is stored at the row that it was the input of
-        state = tl.load(index_ptr + request).to(tl.int64)
-        target_row = begin
-        draft_index = tl.load(draft_index_ptr + request).to(tl.int64)
-        # Without rows of its own, index 0 is only pointed at.
-        draft_origin = tl.maximum(draft_index, 0)
-        first_token = begin + 1
-        slots = count - 1
-        if HAS_LENGTH:
-            slots = tl.minimum(
-                slots, tl.maximum(tl.load(length_ptr + draft_origin), 0).to(tl.int64)
-            )
-        slots = tl.where((count > 0) & (draft_index < 0), 0, slots)
-    else:  # cu counts draft tokens
-        state = request.to(tl.int64)
-        target_row = begin + request
-        draft_origin = begin
-        first_token = begin
-        slots = count
+    state = tl.load(index_ptr + request).to(tl.int64)
+    draft_index = tl.load(draft_index_ptr + request).to(tl.int64)
+    # Without rows of its own, index 0 is only pointed at.
+    draft_origin = tl.maximum(draft_index, 0)
+    slots = count - 1
+    if HAS_LENGTH:
+        slots = tl.minimum(slots, tl.maximum(tl.load(length_ptr + draft_origin), 0).to(tl.int64))
+    slots = tl.where((count > 0) & (draft_index < 0), 0, slots)
     slots = tl.minimum(slots, MAX_DRAFT).to(tl.int32)
-    token = tl.load(token_ptr + first_token + row, mask=row < slots, other=-1).to(tl.int64)
+    # A token is stored at the row that it was the input of.
+    token = tl.load(token_ptr + begin + 1 + row, mask=row < slots, other=-1).to(tl.int64)
     valid = (token >= 0) & (token < vocab_size)
     # There are more lanes than slots, so some lane is always empty.
     length = tl.min(tl.where(valid, 2147483647, row), axis=0)
     length = tl.where(slots < 0, -1, length)
-    return state, target_row, draft_origin, length, token
+    return state, begin, draft_origin, length, token
 
 
 @triton.jit

@@ -42,89 +42,6 @@ class ChainResult(NamedTuple):
     target_lse: torch.Tensor
 
 
-def verify_chain(
-    target_logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    draft_token_ids: torch.Tensor,
-    cu_num_draft_tokens: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    draws: torch.Tensor,
-    *,
-    max_draft_tokens: int,
-    method: str = "block",
-    level: int = 1,
-    draft_temperature: torch.Tensor | None = None,
-    draft_lse: torch.Tensor | None = None,
-) -> ChainResult:
-    """Verify a ragged batch of drafts; the emitted tokens follow softmax(target / temperature).
-
-    Nothing is read on the host, so lengths, tokens and rows are not checked there. A slot whose
-    token is negative or outside the vocabulary is empty and ends the draft. So does, at a
-    temperature above 0, an invalid row (a NaN or +inf in it, or only -inf), as in
-    ``vllm_hsd.rules.verify_chain``. A draft longer than max_draft_tokens is cut there, before
-    its tokens are looked at.
-
-    A request whose own row, the first one, is invalid emits the token that vLLM emits without
-    speculation. At temperature 0 that is the argmax of any row, with NaN as the maximum: the
-    first NaN, else the first maximum, and token 0 if all are -inf. Above it vLLM takes the argmax
-    of softmax(row / temperature) / exponential; softmax makes an invalid row NaN everywhere, so
-    it is token 0 and nothing is accepted.
-
-    Args:
-        target_logits: [sum(n_i + 1), V] bfloat16, float16 or float32; row t of a request is the
-            target's after its first t draft tokens.
-        draft_logits: [sum(n_i), V], the rows the tokens were drawn from, or None (one-hot).
-        draft_token_ids: int64 or int32 [sum(n_i)], -1 in an empty slot.
-        cu_num_draft_tokens: int64 or int32 [B + 1], 0 followed by the cumulated n_i.
-        temperature: float32 [B] of the target; 0 is greedy.
-        seeds: int64 [B], request seeds.
-        draws: int64 [B], first draw of the request. A call uses draws .. draws + n_i, so the next
-            one needs a number that is higher by n_i + 1.
-        max_draft_tokens: upper bound of n_i, at most 63; fixes the grid.
-        method: "block" or "standard".
-        level: the verifying level, whose uniforms are used; level 0 only drafts.
-        draft_temperature: float32 [B] at which the draft was drawn, 0 where its rows are one-hot;
-            by default that of the target.
-        draft_lse: float32 [sum(n_i)], log(sum(exp(draft_logits / draft_temperature))) as
-            ``sample_row`` returns it; saves one read of every proposal row.
-
-    Returns:
-        ChainResult on the device of target_logits.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit; names the argument.
-    """
-    batch = cu_num_draft_tokens.shape[0] - 1
-    device = target_logits.device
-    check_logits("target_logits", target_logits, 2)
-    num_drafted = target_logits.shape[0] - batch
-    if draft_logits is not None:
-        check_logits("draft_logits", draft_logits, 2)
-        if draft_logits.shape[0] != num_drafted:
-            raise ValueError(
-                f"draft_logits must have {num_drafted} rows, one less than target_logits for each "
-                f"of the {batch} requests, got {draft_logits.shape[0]}."
-            )
-    check_vector("draft_token_ids", draft_token_ids, num_drafted, _INTEGERS, device)
-    if draft_lse is not None:
-        check_vector("draft_lse", draft_lse, num_drafted, (torch.float32,), device)
-    row_stride = 0 if draft_logits is None else draft_logits.stride(0)
-    return _launch(
-        target_logits,
-        (draft_logits, row_stride, row_stride),
-        (draft_lse, 1, 1),
-        draft_token_ids,
-        cu_num_draft_tokens,
-        (None, None, None),
-        (temperature, draft_temperature, seeds, draws),
-        max_draft_tokens,
-        method,
-        level,
-        0,
-    )
-
-
 def verify_chain_padded(
     target_logits: torch.Tensor,
     draft_logits: torch.Tensor | None,
@@ -147,21 +64,44 @@ def verify_chain_padded(
     positions: torch.Tensor | None = None,
     position_skip: int = 0,
 ) -> ChainResult:
-    """``verify_chain`` on the layout of vLLM's V2 runner, which keeps state per request slot.
+    """Verify a ragged batch of drafts; the emitted tokens follow softmax(target / temperature).
+
+    On the layout of vLLM's V2 runner, which keeps state per request slot.
+
+    Nothing is read on the host, so lengths, tokens and rows are not checked there. A slot whose
+    token is negative or outside the vocabulary is empty and ends the draft. So does, at a
+    temperature above 0, an invalid row (a NaN or +inf in it, or only -inf), as in
+    ``vllm_hsd.rules.verify_chain``. A draft longer than max_draft_tokens is cut there, before
+    its tokens are looked at.
+
+    A request whose own row, the first one, is invalid emits the token that vLLM emits without
+    speculation. At temperature 0 that is the argmax of any row, with NaN as the maximum: the
+    first NaN, else the first maximum, and token 0 if all are -inf. Above it vLLM takes the argmax
+    of softmax(row / temperature) / exponential; softmax makes an invalid row NaN everywhere, so
+    it is token 0 and nothing is accepted.
 
     Args:
-        target_logits: [num_logits, V]; num_logits = sum(n_i + 1).
-        draft_logits: [D, K, V], K >= max_draft_tokens, before temperature; or None.
+        target_logits: [num_logits, V] bfloat16, float16 or float32, num_logits = sum(n_i + 1); row
+            t of a request is the target's after its first t draft tokens.
+        draft_logits: [D, K, V], K >= max_draft_tokens, the rows the tokens were drawn from, before
+            temperature; or None (one-hot).
         draft_sampled: int64 or int32 [num_logits], the input token of each row: the t-th
             draft token of a request is at its row t. -1 in an empty slot.
         cu_num_logits: int64 or int32 [B + 1]; a request may have no row at all.
         idx_mapping: int64 or int32 [B], slot of each request.
-        temperature, seeds, draws, draft_temperature: as in ``verify_chain``, [max_num_reqs].
-            Where the target's logits are scaled already, pass 1 for its temperature (0 if greedy)
-            and the draft's as draft_temperature.
-        max_draft_tokens, method, level: as in ``verify_chain``.
+        temperature: float32 [max_num_reqs] of the target; 0 is greedy. Where the target's logits
+            are scaled already, pass 1 (0 if greedy) and the draft's as draft_temperature.
+        seeds: int64 [max_num_reqs], request seeds.
+        draws: int64 [max_num_reqs], first draw of the request. A call uses draws .. draws + n_i, so
+            the next one needs a number that is higher by n_i + 1.
+        max_draft_tokens: upper bound of n_i, at most 63; fixes the grid.
+        method: "block" or "standard".
+        level: the verifying level, whose uniforms are used; level 0 only drafts.
         draw_offset: added to every entry of draws.
-        draft_lse: float32 [D, K], contiguous rows, or None.
+        draft_temperature: float32 [max_num_reqs] at which the draft was drawn, 0 where its rows are
+            one-hot; by default that of the target.
+        draft_lse: float32 [D, K], contiguous rows, log(sum(exp(draft_logits / draft_temperature)))
+            as ``sample_row`` returns it; saves one read of every proposal row.
         draft_index: int64 or int32 [B], entry of draft_logits, draft_lse and draft_length that
             belongs to each request; -1 for none, and then nothing of its draft is looked at. By
             default idx_mapping, with D = max_num_reqs.
@@ -175,27 +115,42 @@ def verify_chain_padded(
         position_skip: so many positions lie before those of every request's rows.
 
     Returns:
-        ChainResult; a request without rows emits nothing.
+        ChainResult on the device of target_logits; a request without rows emits nothing.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; names the argument.
     """
-    device = target_logits.device
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if not 0 <= max_draft_tokens <= MAX_KERNEL_DRAFT:
+        raise ValueError(
+            f"max_draft_tokens must be in [0, {MAX_KERNEL_DRAFT}], got {max_draft_tokens}."
+        )
+    stream = stream_of(level, lowest=1)
     check_logits("target_logits", target_logits, 2)
-    batch = cu_num_logits.shape[0] - 1
-    check_vector("draft_sampled", draft_sampled, target_logits.shape[0], _INTEGERS, device)
-    check_vector("idx_mapping", idx_mapping, batch, _INTEGERS, device)
+    device, (inputs, vocab_size) = target_logits.device, target_logits.shape
+    batch, slots = cu_num_logits.shape[0] - 1, temperature.shape[0]
+    entries = slots if draft_index is None else None
+    draft_index = idx_mapping if draft_index is None else draft_index
+    draft_temperature = temperature if draft_temperature is None else draft_temperature
+    for name, vector, size in (
+        ("draft_sampled", draft_sampled, inputs),
+        ("cu_num_logits", cu_num_logits, None),
+        ("idx_mapping", idx_mapping, batch),
+        ("draft_index", draft_index, batch),
+    ):
+        check_vector(name, vector, size, _INTEGERS, device)
+    for name, vector, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("draft_temperature", draft_temperature, torch.float32),
+        ("seeds", seeds, torch.int64),
+        ("draws", draws, torch.int64),
+    ):
+        check_vector(name, vector, slots, (dtype,), device)
     if thresholds is not None:
-        check_vector("thresholds", thresholds, target_logits.shape[0], (torch.float32,), device)
+        check_vector("thresholds", thresholds, inputs, (torch.float32,), device)
     if positions is not None:
-        fed = target_logits.shape[0] + batch * position_skip
-        check_vector("positions", positions, fed, (torch.int64,), device)
-    entries = None if draft_index is not None else temperature.shape[0]
-    if draft_index is None:
-        draft_index = idx_mapping
-    check_vector("draft_index", draft_index, batch, _INTEGERS, device)
-    lse_strides = 0, 0
-    draft_strides = 0, 0
+        check_vector("positions", positions, inputs + batch * position_skip, (torch.int64,), device)
     for name, value in (("draft_logits", draft_logits), ("draft_lse", draft_lse)):
         if value is None:
             continue
@@ -207,106 +162,57 @@ def verify_chain_padded(
             )
     if draft_logits is not None:
         check_logits("draft_logits", draft_logits, 3)
-        draft_strides = draft_logits.stride(0), draft_logits.stride(1)
-    if draft_lse is not None:
-        if draft_lse.dtype != torch.float32 or draft_lse.device != device:
-            raise ValueError(f"draft_lse must be float32 on {device}.")
-        lse_strides = draft_lse.stride(0), draft_lse.stride(1)
+        if draft_logits.shape[-1] != vocab_size or draft_logits.device != device:
+            raise ValueError(
+                f"draft_logits (vocabulary {draft_logits.shape[-1]}, {draft_logits.device}) does "
+                f"not match target_logits (vocabulary {vocab_size}, {device})."
+            )
+    if draft_lse is not None and (draft_lse.dtype != torch.float32 or draft_lse.device != device):
+        raise ValueError(f"draft_lse must be float32 on {device}.")
     if draft_length is not None:
         check_vector("draft_length", draft_length, entries, _INTEGERS, device)
-    return _launch(
-        target_logits,
-        (draft_logits, *draft_strides),
-        (draft_lse, *lse_strides),
-        draft_sampled,
-        cu_num_logits,
-        (idx_mapping, draft_index, draft_length),
-        (temperature, draft_temperature, seeds, draws),
-        max_draft_tokens,
-        method,
-        level,
-        draw_offset,
-        (thresholds, positions, position_skip),
-    )
 
-
-def _launch(
-    target_logits: torch.Tensor,
-    draft: tuple[torch.Tensor | None, int, int],
-    lse: tuple[torch.Tensor | None, int, int],
-    tokens: torch.Tensor,
-    cu: torch.Tensor,
-    layout: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    state: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
-    max_draft: int,
-    method: str,
-    level: int,
-    draw_offset: int,
-    constraints: tuple[torch.Tensor | None, torch.Tensor | None, int] = (None, None, 0),
-) -> ChainResult:
-    """Check the arguments that both layouts share, allocate and launch.
-
-    draft and lse: (tensor, strides); layout: (idx_mapping, draft_index, draft_length), None in the
-    flat one; state: (temperature, draft_temperature, seeds, draws); constraints: (thresholds,
-    positions, position_skip).
-    """
-    device = target_logits.device
-    vocab_size = target_logits.shape[1]
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
-    if not 0 <= max_draft <= MAX_KERNEL_DRAFT:
-        raise ValueError(f"max_draft_tokens must be in [0, {MAX_KERNEL_DRAFT}], got {max_draft}.")
-    stream = stream_of(level, lowest=1)
-    draft_logits, *draft_strides = draft
-    draft_lse, *lse_strides = lse
-    if draft_logits is None:
-        draft_lse = None
-    elif draft_logits.shape[-1] != vocab_size or draft_logits.device != device:
-        raise ValueError(
-            f"draft_logits (vocabulary {draft_logits.shape[-1]}, {draft_logits.device}) does not "
-            f"match target_logits (vocabulary {vocab_size}, {device})."
-        )
-    temperature, draft_temperature, seeds, draws = state
-    index, _, draft_length = layout
-    thresholds, positions, position_skip = constraints
-    batch = cu.shape[0] - 1
-    check_vector("cu", cu, None, _INTEGERS, device)
-    slots = batch if index is None else temperature.shape[0]
-    check_vector("temperature", temperature, slots, (torch.float32,), device)
-    if draft_temperature is None:
-        draft_temperature = temperature
-    check_vector("draft_temperature", draft_temperature, slots, (torch.float32,), device)
-    check_vector("seeds", seeds, slots, (torch.int64,), device)
-    check_vector("draws", draws, slots, (torch.int64,), device)
-
-    out = torch.empty(batch, max_draft + 1, dtype=torch.int64, device=device)
+    out = torch.empty(batch, max_draft_tokens + 1, dtype=torch.int64, device=device)
     # Rows of whole 16 bytes: kernels that read one are compiled for how it is aligned.
     counts = torch.empty(2, -(-batch // 4) * 4, dtype=torch.int32, device=device)
-    row_lse = torch.empty(batch, max_draft + 1, dtype=torch.float32, device=device)
+    row_lse = torch.empty(batch, max_draft_tokens + 1, dtype=torch.float32, device=device)
     result = ChainResult(out, counts[0, :batch], counts[1, :batch], row_lse)
     if batch == 0:
         return result
     chunk, block, chunks = tile_shape(vocab_size)
-    stats = torch.empty(4, batch, max_draft + 1, chunks, dtype=torch.float32, device=device)
-    mass = torch.empty(
-        batch, max_draft + 1, chunks, chunk // block, dtype=torch.float32, device=device
-    )
+    shape = batch, max_draft_tokens + 1, chunks
+    stats = torch.empty(4, *shape, dtype=torch.float32, device=device)
+    mass = torch.empty(*shape, chunk // block, dtype=torch.float32, device=device)
     arrived = torch.empty(batch, dtype=torch.int32, device=device)
     # Arguments that a specialization does not read still have to be tensors.
-    draft_rows = target_logits if draft_logits is None else draft_logits
-    lse_values = temperature if draft_lse is None else draft_lse
-    threshold_values = temperature if thresholds is None else thresholds
-    layout_values = [cu if value is None else value for value in layout]
+    draft_rows, draft_strides = target_logits, (0, 0)
+    lse_values, lse_strides, has_lse = temperature, (0, 0), False
+    if draft_logits is not None:
+        draft_rows, draft_strides = draft_logits, (draft_logits.stride(0), draft_logits.stride(1))
+        if draft_lse is not None:
+            lse_values, lse_strides = draft_lse, (draft_lse.stride(0), draft_lse.stride(1))
+            has_lse = True
     shared = {
-        "PADDED": index is not None,
         "HAS_LENGTH": draft_length is not None,
         "FILTERED": thresholds is not None,
-        "MAX_DRAFT": max_draft,
-        "ROWS": padded_size(max_draft + 1),
+        "MAX_DRAFT": max_draft_tokens,
+        "ROWS": padded_size(max_draft_tokens + 1),
+        "BLOCK": block,
         "CHUNK": chunk,
         "num_warps": NUM_WARPS,
     }
-    row_stats_kernel[(chunks, max_draft + 1, batch)](
+    requests = (
+        draft_sampled,
+        cu_num_logits,
+        idx_mapping,
+        draft_index,
+        cu_num_logits if draft_length is None else draft_length,
+        temperature,
+        draft_temperature,
+        temperature if thresholds is None else thresholds,
+        seeds,
+    )
+    row_stats_kernel[(chunks, max_draft_tokens + 1, batch)](
         stats,
         stats[0].numel(),
         arrived,
@@ -314,19 +220,12 @@ def _launch(
         target_logits.stride(0),
         draft_rows,
         *draft_strides,
-        tokens,
-        cu,
-        *layout_values,
-        temperature,
-        draft_temperature,
-        threshold_values,
-        seeds,
+        *requests,
         seeds if positions is None else positions,
         position_skip,
         vocab_size,
-        READ_DRAFT=draft_logits is not None and draft_lse is None,
+        READ_DRAFT=draft_logits is not None and not has_lse,
         COUPLED=positions is not None,
-        BLOCK=block,
         **shared,
     )
     # Rows that are not read in 16-byte accesses take more registers: a quarter of a chunk at once.
@@ -346,13 +245,7 @@ def _launch(
             *draft_strides,
             lse_values,
             *lse_strides,
-            tokens,
-            cu,
-            *layout_values,
-            temperature,
-            draft_temperature,
-            threshold_values,
-            seeds,
+            *requests,
             draws,
             stream,
             draw_offset,
@@ -361,9 +254,8 @@ def _launch(
             DECIDE=decide,
             BLOCK_VERIFICATION=method == "block",
             HAS_DRAFT=draft_logits is not None,
-            HAS_LSE=draft_lse is not None,
+            HAS_LSE=has_lse,
             STEP=step,
-            BLOCK=block,
             CHUNKS=padded_size(chunks),
             **shared,
         )

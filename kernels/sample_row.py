@@ -204,7 +204,7 @@ def sample_row(
     logits / -temperature plus the noise that plain vLLM draws with at its position.
 
     An invalid row (a NaN or +inf in it, or only -inf) gives the token that vLLM emits for it:
-    the argmax with NaN as the maximum at temperature 0, token 0 above it (see ``verify_chain``).
+    the argmax with NaN as the maximum at temperature 0, token 0 above it (see ``chain_verify``).
     Its logsumexp is not finite, which ends a draft before that token in verification.
 
     Args:

@@ -55,7 +55,7 @@ def verify_tree(
     Nothing is read on the host: nodes whose token is negative or outside the vocabulary are
     skipped. At a temperature above 0 an invalid row (a NaN or +inf in it, or only -inf) ends its
     branch, as in ``vllm_hsd.rules.verify_tree``. If it is the root's, nothing is accepted and
-    token 0 is emitted, as by vLLM without speculation (see ``chain_verify.verify_chain``).
+    token 0 is emitted, as by vLLM without speculation (see ``chain_verify``).
 
     Args:
         target_logits: [B, N + 1, V] bfloat16, float16 or float32, contiguous; row 0 is the

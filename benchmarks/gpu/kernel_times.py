@@ -106,7 +106,7 @@ def samplers(drafts: Drafts, v2) -> dict[str, Callable[[], object]]:
             choices[name] = lambda m=method, given=lse: drafts.ours(m, given)
     if v2 is not None:
         rejection_sample, apply_temperature, _ = v2
-        arguments = drafts.vllm_arguments()
+        arguments = drafts.vllm_arguments
         scaled = drafts.temperature[0].item() not in (0.0, 1.0)
 
         def stock(block: bool):

@@ -32,7 +32,7 @@ def count_ours(drafts: Drafts, method: str, lse: bool, filtered: bool = False) -
 
 def count_vllm(drafts: Drafts, method: str, sampler) -> dict[str, object]:
     rejection_sample, apply_temperature, _ = sampler
-    arguments = drafts.vllm_arguments()
+    arguments = drafts.vllm_arguments
     logits = drafts.target
     with count_bytes() as counts:
         if drafts.temperature[0] not in (0.0, 1.0):

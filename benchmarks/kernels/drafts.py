@@ -1,11 +1,12 @@
 """Batches of drafts for the kernel benchmarks, in the layouts of the compared samplers."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain, verify_chain_padded
+from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 
@@ -71,43 +72,34 @@ class Drafts:
         ]
         return float(sum(shared) / len(shared))
 
-    def ours(self, method: str, lse: bool) -> ChainResult:
-        cu = self._cu(self.n)
-        return verify_chain(
-            self.target,
-            self.draft,
-            self.tokens,
-            cu,
-            self.temperature,
-            self.seeds,
-            self._zeros,
-            max_draft_tokens=self.n,
-            method=method,
-            draft_lse=self.lse if lse else None,
-        )
-
-    def filtered(self, method: str, top_k: int, top_p: float) -> ChainResult:
-        """Verification with a top-k and a top-p of the target, as the V2 runner does it."""
-        arguments = self.vllm_arguments()
-        filters = Filters(
-            torch.full_like(arguments["idx_mapping"], top_k),
-            torch.full_like(self.temperature, top_p),
-            torch.zeros_like(self.temperature),
-        )
-        index = arguments["expanded_idx_mapping"]
+    def ours(self, method: str, lse: bool, thresholds: torch.Tensor | None = None) -> ChainResult:
+        arguments = self.vllm_arguments
         return verify_chain_padded(
             self.target,
             *(arguments[k] for k in ("draft_logits", "draft_sampled", "cu_num_logits")),
             arguments["idx_mapping"],
             self.temperature,
             self.seeds,
-            self._zeros,
+            torch.zeros_like(self.seeds),
             max_draft_tokens=self.n,
             method=method,
-            draft_lse=self.lse.view(self.batch, self.n),
-            thresholds=row_thresholds(self.target, self.temperature, filters, index=index),
+            draft_lse=self.lse.view(self.batch, self.n) if lse else None,
+            thresholds=thresholds,
         )
 
+    def filtered(self, method: str, top_k: int, top_p: float) -> ChainResult:
+        """Verification with a top-k and a top-p of the target, as the V2 runner does it."""
+        arguments = self.vllm_arguments
+        filters = Filters(
+            torch.full_like(arguments["idx_mapping"], top_k),
+            torch.full_like(self.temperature, top_p),
+            torch.zeros_like(self.temperature),
+        )
+        index = arguments["expanded_idx_mapping"]
+        thresholds = row_thresholds(self.target, self.temperature, filters, index=index)
+        return self.ours(method, True, thresholds)
+
+    @cached_property
     def vllm_arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's V2 ``rejection_sample`` except for the target's logits."""
         device = self.target.device
@@ -118,7 +110,7 @@ class Drafts:
         return {
             "draft_logits": self.draft.view(self.batch, self.n, -1),
             "draft_sampled": sampled.flatten(),
-            "cu_num_logits": self._cu(rows),
+            "cu_num_logits": torch.arange(self.batch + 1, dtype=torch.int32, device=device) * rows,
             "pos": torch.arange(rows, device=device).repeat(self.batch),
             "idx_mapping": index,
             "expanded_idx_mapping": index.repeat_interleave(rows),
@@ -142,10 +134,3 @@ class Drafts:
         whole = int((num_accepted == self.n).sum())
         rows = self.batch * self.n * (1 if lse else 2) + whole + 2 * (self.batch - whole)
         return float(row * rows)
-
-    def _cu(self, step: int) -> torch.Tensor:
-        return torch.arange(self.batch + 1, dtype=torch.int32, device=self.target.device) * step
-
-    @property
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros_like(self.seeds)

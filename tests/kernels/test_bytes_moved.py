@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from support.kernel_batches import draft_lse, make_chains
+from support.kernel_batches import draft_lse, make_chains, verify_flat
 
-from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.blocks import BLOCK
 
 V, K, BATCH = 16384, 5, 2
@@ -14,7 +13,7 @@ def bytes_per_entry(batch, **options):
     from support.interpreter import count_bytes
 
     with count_bytes() as counts:
-        result = chain_verify.verify_chain(**batch, **options)
+        result = verify_flat(**batch, **options)
     assert counts["launches"] == 3
     return (counts["loaded"] + counts["stored"]) / (BATCH * V), result.num_accepted.tolist()
 

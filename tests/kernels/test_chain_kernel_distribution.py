@@ -5,8 +5,7 @@ import torch
 from oracle.distributions import chain_distribution
 from scipy import stats
 from support import vllm_sampler
-
-from vllm_hsd.kernels import chain_verify
+from support.kernel_batches import verify_flat
 
 V, K = 3, 3
 REJECTED, KEPT = 1e-6, 1e-3
@@ -47,14 +46,14 @@ def outcomes_of(token_ids, num_accepted):
 )
 def test_distribution_for_one_draft(method, requests, rejected):
     target, draft, tokens = make_draft()
-    result = chain_verify.verify_chain(
-        target.repeat(requests, 1),
-        draft.repeat(requests, 1),
-        tokens.repeat(requests),
-        torch.arange(requests + 1) * K,
-        torch.ones(requests),
-        torch.arange(requests) * 1000003,
-        torch.full((requests,), 5),
+    result = verify_flat(
+        target_logits=target.repeat(requests, 1),
+        draft_logits=draft.repeat(requests, 1),
+        draft_token_ids=tokens.repeat(requests),
+        cu_num_draft_tokens=torch.arange(requests + 1) * K,
+        temperature=torch.ones(requests),
+        seeds=torch.arange(requests) * 1000003,
+        draws=torch.full((requests,), 5),
         max_draft_tokens=K,
         method=method,
     )

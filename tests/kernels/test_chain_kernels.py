@@ -3,7 +3,14 @@
 import pytest
 import torch
 from support import kernel_reference as reference
-from support.kernel_batches import UNUSABLE_ROWS, draft_lse, make_chains, plain_vllm_tokens
+from support.kernel_batches import (
+    UNUSABLE_ROWS,
+    draft_lse,
+    make_chains,
+    padded,
+    plain_vllm_tokens,
+    verify_flat,
+)
 from support.proposal_states import poison_memory
 
 from vllm_hsd.kernels import blocks, chain_verify
@@ -32,7 +39,7 @@ def test_random_rows(method, rows, small_blocks):
     dtype = {"rows": torch.float32, "lse": torch.bfloat16, "one-hot": torch.float16}[rows]
     batch = make_chains(700, [7, 0, 3, 5, 4, 1, 7, 2], dtype, one_hot=rows == "one-hot")
     lse = draft_lse(batch) if rows == "lse" else None
-    result = chain_verify.verify_chain(**batch, method=method, level=3, draft_lse=lse)
+    result = verify_flat(**batch, method=method, level=3, draft_lse=lse)
     assert_matches(batch, result, method=method, level=3)
 
 
@@ -43,7 +50,7 @@ def test_another_draw_gives_another_token(method):
     batch["temperature"] = torch.linspace(0.6, 1.2, 6)
     batch["draws"] = torch.full((6,), 11)
     for level in (1, 3):
-        result = chain_verify.verify_chain(**batch, method=method, level=level)
+        result = verify_flat(**batch, method=method, level=level)
         assert_matches(batch, result, method=method, level=level)
     other = reference.verify_chain(**batch | {"draws": batch["draws"] + 1}, method=method, level=3)
     assert result.token_ids.tolist() != other.token_ids.tolist()
@@ -52,13 +59,13 @@ def test_another_draw_gives_another_token(method):
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
 def test_vocabulary_sizes(vocab_size, small_blocks):
     batch = make_chains(vocab_size, [2, 3, 1, 3], torch.bfloat16, seed=vocab_size)
-    assert_matches(batch, chain_verify.verify_chain(**batch))
+    assert_matches(batch, verify_flat(**batch))
 
 
 def test_whole_vocabulary_and_default_blocks():
     batch = make_chains(32000, [2, 3], torch.bfloat16, noise=0.3)
     batch["temperature"][0] = 0.7
-    assert_matches(batch, chain_verify.verify_chain(**batch))
+    assert_matches(batch, verify_flat(**batch))
 
 
 @pytest.mark.parametrize("method", chain_verify.METHODS)
@@ -66,7 +73,7 @@ def test_draft_equal_to_target_is_kept(method):
     batch = make_chains(50, [4, 4, 4, 4], noise=0.0)
     batch["temperature"] = torch.tensor([0.7, 1.0, 1.3, 1e-2])
     tokens = torch.softmax(batch["draft_logits"], -1).argmax(-1)
-    result = chain_verify.verify_chain(**batch | {"draft_token_ids": tokens}, method=method)
+    result = verify_flat(**batch | {"draft_token_ids": tokens}, method=method)
     assert result.num_accepted.tolist() == [4] * 4
 
 
@@ -97,7 +104,7 @@ def test_degenerate_rows(method, small_blocks):
     tokens[9] = target[9, :4].nan_to_num(0).argmax(-1)
     target[10, 0] = float("nan")  # the request's own row: token 0
     tokens[11, 1] = 600
-    result = chain_verify.verify_chain(**batch, method=method)
+    result = verify_flat(**batch, method=method)
     assert_matches(batch, result, method=method)
     assert result.num_emitted[6] == result.num_accepted[6] == 4
     assert result.token_ids[10].tolist() == [0, -1, -1, -1, -1]
@@ -128,25 +135,7 @@ def test_an_invalid_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
     monkeypatch.setattr(blocks, "CHUNK", 64)
     monkeypatch.setattr(blocks, "BLOCK", 16)
     batch, plain = requests_with_invalid_own_rows()
-    if method == "block":
-        result = chain_verify.verify_chain(**batch)
-    else:
-        rows = batch["cu_num_draft_tokens"] + torch.arange(13)
-        sampled = torch.zeros(24, dtype=torch.int64)
-        drafts = batch["draft_token_ids"].view(6, 2)
-        sampled[(rows[1:-1:2, None] + torch.tensor([1, 2])).flatten()] = drafts.flatten()
-        draft_logits = torch.zeros(12, 2, 100)
-        draft_logits[1::2] = batch["draft_logits"].view(6, 2, 100)
-        result = chain_verify.verify_chain_padded(
-            batch["target_logits"],
-            draft_logits,
-            sampled,
-            rows,
-            torch.arange(12),
-            *(batch[k] for k in ("temperature", "seeds", "draws")),
-            max_draft_tokens=2,
-            method=method,
-        )
+    result = verify_flat(**batch, method=method)
     assert_matches(batch, result, method=method)
     assert result.token_ids[:, 0].tolist() == plain.tolist()
     sampled_requests = batch["temperature"] > 0
@@ -165,7 +154,7 @@ def test_nearly_equal_rows_and_rising_ratios(small_blocks):
     for i, sign in enumerate([(8, -8, 8, -8, 0), (2, 2, -6, 1, 1), (-5, 0, 5, 0, 0)]):
         for t, shift in enumerate(sign):
             draft[i, t, tokens[i, t]] += shift
-    assert_matches(batch, chain_verify.verify_chain(**batch))
+    assert_matches(batch, verify_flat(**batch))
 
 
 def test_a_forbidden_token_after_a_doubtful_prefix():
@@ -179,7 +168,7 @@ def test_a_forbidden_token_after_a_doubtful_prefix():
     draft[:, 0, 3] = 1.5  # a_1 = 0.28
     target[:, 1, 7] = -INF
     draft[:, 1, 7] = 3.0
-    result = chain_verify.verify_chain(**batch)
+    result = verify_flat(**batch)
     assert_matches(batch, result)
     assert result.num_accepted.tolist() == [0] * 12
 
@@ -191,15 +180,15 @@ def test_one_hot_by_request_and_own_draft_temperature(given):
     batch["temperature"][4] = 0
     temperature = torch.tensor([0.0, 0.5, 0.0, 1.2, 0.5, 1.2])
     lse = draft_lse(batch | {"temperature": temperature}) if given else None
-    result = chain_verify.verify_chain(**batch, draft_temperature=temperature, draft_lse=lse)
+    result = verify_flat(**batch, draft_temperature=temperature, draft_lse=lse)
     assert_matches(batch, result, draft_temperature=temperature)
 
 
 def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
     batch = make_chains(700, [3, 0, 2, 3])
-    clean = chain_verify.verify_chain(**batch)
+    clean = verify_flat(**batch)
     poison_memory(monkeypatch)
-    result = chain_verify.verify_chain(**batch)
+    result = verify_flat(**batch)
     assert result.token_ids.tolist() == clean.token_ids.tolist()
     assert result.num_emitted.tolist() == clean.num_emitted.tolist()
     assert result.target_lse.nan_to_num(-1).equal(clean.target_lse.nan_to_num(-1))
@@ -209,60 +198,31 @@ def test_alone_or_in_a_batch():
     """A request gives the same tokens at any place of a batch and in any layout of its rows."""
     lengths = [3, 0, 4, 2]
     batch = make_chains(100, lengths)
-    together = chain_verify.verify_chain(**batch)
+    together = verify_flat(**batch)
     for i, n in enumerate(lengths):
         begin = sum(lengths[:i])
         rows = slice(begin, begin + n)
-        alone = chain_verify.verify_chain(
-            batch["target_logits"][begin + i : begin + n + i + 1],
-            batch["draft_logits"][rows],
-            batch["draft_token_ids"][rows],
-            torch.tensor([0, n]),
-            *(batch[k][i : i + 1] for k in ("temperature", "seeds", "draws")),
+        alone = verify_flat(
+            target_logits=batch["target_logits"][begin + i : begin + n + i + 1],
+            draft_logits=batch["draft_logits"][rows],
+            draft_token_ids=batch["draft_token_ids"][rows],
+            cu_num_draft_tokens=torch.tensor([0, n]),
+            **{k: batch[k][i : i + 1] for k in ("temperature", "seeds", "draws")},
             max_draft_tokens=6,
         )
         assert alone.token_ids[0, :5].tolist() == together.token_ids[i].tolist()
         assert alone.token_ids[0, 5:].tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_padded_layout(given):
-    """vLLM's V2 layout gives the tokens of the flat one; a request may have no row at all."""
-    lengths = [3, 0, 2, 3]
-    batch = make_chains(100, lengths)
-    batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0])
-    flat = chain_verify.verify_chain(**batch)
-    slots, k = 9, 4
-    index = torch.tensor([7, 2, 5, 0, 3], dtype=torch.int32)
-    state = {
-        name: torch.full((slots,), 99, dtype=batch[name].dtype)
-        for name in ("temperature", "seeds", "draws")
-    }
-    draft = torch.full((slots, k, 100), float("nan"))
-    lse = torch.full((slots, k), float("nan"))
-    sampled = torch.full((sum(lengths) + 4,), -(2**31), dtype=torch.int32)
-    begin = row = 0
-    for i, n in enumerate(lengths):
-        for name, values in state.items():
-            values[index[i]] = batch[name][i]
-        draft[index[i], :n] = batch["draft_logits"][begin : begin + n]
-        lse[index[i], :n] = draft_lse(batch)[begin : begin + n]
-        sampled[row + 1 : row + n + 1] = batch["draft_token_ids"][begin : begin + n]
-        begin, row = begin + n, row + n + 1
-    cu = torch.tensor([0, 4, 5, 8, 12, 12], dtype=torch.int32)
-    padded = chain_verify.verify_chain_padded(
-        batch["target_logits"],
-        draft,
-        sampled,
-        cu,
-        index,
-        **state,
-        max_draft_tokens=k,
-        draft_lse=lse if given else None,
-    )
-    assert padded.token_ids[:4, :4].tolist() == flat.token_ids.tolist()
-    assert padded.num_emitted.tolist() == [*flat.num_emitted.tolist(), 0]
-    assert padded.token_ids[4].tolist() == [-1] * 5
+def test_a_request_may_have_no_row_at_all():
+    arguments = padded(**make_chains(100, [3, 0, 2, 3]))
+    expected = chain_verify.verify_chain_padded(**arguments)
+    for name in ("cu_num_logits", "idx_mapping"):
+        arguments[name] = torch.cat((arguments[name], arguments[name][-1:])).int()
+    result = chain_verify.verify_chain_padded(**arguments)
+    assert result.token_ids[:4].equal(expected.token_ids)
+    assert result.num_emitted.tolist() == [*expected.num_emitted.tolist(), 0]
+    assert result.token_ids[4].tolist() == [-1] * 4
 
 
 def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, entries=6, k=4):
@@ -301,11 +261,11 @@ def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, en
 
 
 def test_rows_and_state_by_different_indices_and_a_length_per_request():
-    """Equal to the flat layout; a request whose drafts are stale (-1) is as one without a draft."""
+    """Equal to drafts in the slots; a request whose drafts are stale (-1) is as one without."""
     lengths = [3, 0, 2, 4, 3]
     batch = make_chains(70, lengths)
     batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0, 0.9])
-    flat = chain_verify.verify_chain(**batch, level=2)
+    flat = verify_flat(**batch, level=2)
     index = torch.tensor([7, 2, 5, 0, 3], dtype=torch.int32)
     draft_index = torch.tensor([4, 1, 0, 3, -1])
     arguments, state, drafts = padded_with_drafts_elsewhere(batch, lengths, index, draft_index)
@@ -330,7 +290,7 @@ def test_kernels_write_inside_their_outputs_only(monkeypatch):
     """Every output is between guard rows, which stay what they were."""
     lengths = [3, 1, 4]
     batch = make_chains(70, lengths)
-    clean = chain_verify.verify_chain(**batch)
+    clean = verify_flat(**batch)
     allocate, guarded = torch.empty, []
 
     def between_guards(*size, dtype, device):
@@ -340,7 +300,7 @@ def test_kernels_write_inside_their_outputs_only(monkeypatch):
         return outer[1:-1]
 
     monkeypatch.setattr(torch, "empty", between_guards)
-    result = chain_verify.verify_chain(**batch)
+    result = verify_flat(**batch)
     assert result.token_ids.equal(clean.token_ids)
     assert result.num_emitted.equal(clean.num_emitted)
     for outer, value in guarded:
@@ -350,28 +310,29 @@ def test_kernels_write_inside_their_outputs_only(monkeypatch):
 
 def test_no_drafts_and_no_requests():
     batch = make_chains(40, [0, 0])
-    assert_matches(batch, chain_verify.verify_chain(**batch))
+    assert_matches(batch, verify_flat(**batch))
     nothing = make_chains(40, [1])
     for name in ("target_logits", "draft_logits", "draft_token_ids"):
         nothing[name] = nothing[name][:0]
     for name in ("temperature", "seeds", "draws"):
         nothing[name] = nothing[name][:0]
     nothing["cu_num_draft_tokens"] = torch.tensor([0])
-    assert chain_verify.verify_chain(**nothing).token_ids.shape == (0, 2)
+    assert verify_flat(**nothing).token_ids.shape == (0, 2)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"target_logits": torch.zeros(5, 8, dtype=torch.float64)}, "target_logits must be bf"),
-        ({"draft_logits": torch.zeros(2, 8)}, "draft_logits must have 3 rows"),
-        ({"draft_logits": torch.zeros(3, 9)}, r"draft_logits \(vocabulary 9"),
-        ({"draft_token_ids": torch.zeros(3)}, "draft_token_ids must be int64 or int32"),
-        ({"temperature": torch.ones(3)}, r"temperature must have shape \[2\]"),
+        ({"draft_logits": torch.zeros(3, 2, 8)}, r"draft_logits must have shape \[2, K"),
+        ({"draft_logits": torch.zeros(2, 2, 9)}, r"draft_logits \(vocabulary 9"),
+        ({"draft_sampled": torch.zeros(5)}, "draft_sampled must be int64 or int32"),
+        ({"idx_mapping": torch.arange(3)}, r"idx_mapping must have shape \[2\]"),
+        ({"temperature": torch.ones(2).double()}, "temperature must be float32"),
         ({"draft_temperature": torch.ones(2).double()}, "draft_temperature must be float32"),
         ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds must be int64"),
         ({"draws": torch.zeros(4, dtype=torch.int64)[::2]}, "draws must be contiguous"),
-        ({"draft_lse": torch.zeros(2)}, r"draft_lse must have shape \[3\]"),
+        ({"draft_lse": torch.zeros(2, 1)}, r"draft_lse must have shape \[2, K"),
         ({"max_draft_tokens": 64}, r"max_draft_tokens must be in \[0, 63\]"),
         ({"method": "greedy"}, "method must be one of block, standard"),
         ({"level": 0}, "level must be"),
@@ -380,13 +341,14 @@ def test_no_drafts_and_no_requests():
 def test_arguments_that_do_not_fit(change, message):
     arguments = {
         "target_logits": torch.zeros(5, 8),
-        "draft_logits": torch.zeros(3, 8),
-        "draft_token_ids": torch.zeros(3, dtype=torch.int64),
-        "cu_num_draft_tokens": torch.tensor([0, 1, 3]),
+        "draft_logits": torch.zeros(2, 2, 8),
+        "draft_sampled": torch.zeros(5, dtype=torch.int64),
+        "cu_num_logits": torch.tensor([0, 2, 5]),
+        "idx_mapping": torch.arange(2),
         "temperature": torch.ones(2),
         "seeds": torch.zeros(2, dtype=torch.int64),
         "draws": torch.zeros(2, dtype=torch.int64),
         "max_draft_tokens": 2,
     }
     with pytest.raises(ValueError, match=message):
-        chain_verify.verify_chain(**arguments | change)
+        chain_verify.verify_chain_padded(**arguments | change)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from support import kernel_reference as reference
-from support.kernel_batches import UNUSABLE_ROWS, make_trees, plain_vllm_tokens
+from support.kernel_batches import UNUSABLE_ROWS, make_trees, plain_vllm_tokens, verify_flat
 from support.proposal_states import poison_memory
 
-from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.tree_verify import verify_tree
 
 INF = float("inf")
@@ -94,12 +93,12 @@ def test_a_chain_is_a_tree(rows):
     """One child everywhere: the same uniforms give the tokens of the chain kernel."""
     batch = make_trees(6, 50, "one-hot" if rows == "one-hot" else "iid", (-1, 0, 1, 2), seed=4)
     draft = batch["draft_logits"]
-    chain = chain_verify.verify_chain(
-        batch["target_logits"].flatten(0, 1),
-        None if draft is None else draft[:, :4].flatten(0, 1),
-        batch["tokens"].flatten(),
-        torch.arange(7) * 4,
-        *(batch[k] for k in ("temperature", "seeds", "draws")),
+    chain = verify_flat(
+        target_logits=batch["target_logits"].flatten(0, 1),
+        draft_logits=None if draft is None else draft[:, :4].flatten(0, 1),
+        draft_token_ids=batch["tokens"].flatten(),
+        cu_num_draft_tokens=torch.arange(7) * 4,
+        **{k: batch[k] for k in ("temperature", "seeds", "draws")},
         max_draft_tokens=4,
     )
     tree = verify_tree(**batch)

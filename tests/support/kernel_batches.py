@@ -2,6 +2,8 @@
 
 import torch
 
+from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
+
 #        0
 #     /  |  \
 #    0   1   2   9      4 children of the root, two levels below
@@ -65,6 +67,45 @@ def make_chains(vocab_size, lengths, dtype=torch.float32, one_hot=False, noise=0
         "draws": torch.randint(0, 2**40, (batch,), generator=g),
         "max_draft_tokens": max(lengths),
     }
+
+
+def padded(
+    target_logits, draft_logits, draft_token_ids, cu_num_draft_tokens, *, draft_lse=None, **rest
+):
+    """Arguments of `verify_chain_padded` for chains whose tokens and rows are flat.
+
+    Requests are in the slots in reverse; what no request has is NaN, or no token.
+    """
+    batch, device = len(cu_num_draft_tokens) - 1, target_logits.device
+    request = torch.arange(batch, device=device)
+    owner = request.repeat_interleave(cu_num_draft_tokens.diff())
+    drafted = torch.arange(len(owner), device=device)
+    sampled = torch.full((len(target_logits),), -(2**31), device=device)
+    sampled[drafted + owner + 1] = draft_token_ids.long()
+    slots = batch - 1 - request
+
+    def by_slot(values):
+        if values is None:
+            return None
+        shape = batch, rest["max_draft_tokens"], *values.shape[1:]
+        found = values.new_full(shape, float("nan"))
+        found[slots[owner], drafted - cu_num_draft_tokens[owner]] = values
+        return found
+
+    return {
+        "target_logits": target_logits,
+        "draft_logits": by_slot(draft_logits),
+        "draft_sampled": sampled,
+        "cu_num_logits": cu_num_draft_tokens + torch.arange(batch + 1, device=device),
+        "idx_mapping": slots,
+        "draft_lse": by_slot(draft_lse),
+        **{k: v.flip(0) if isinstance(v, torch.Tensor) else v for k, v in rest.items()},
+    }
+
+
+def verify_flat(**chains) -> ChainResult:
+    """`verify_chain_padded` of what `padded` takes."""
+    return verify_chain_padded(**padded(**chains))
 
 
 def draft_lse(batch):

@@ -135,7 +135,7 @@ def verify_chain(
     level=1,
     draft_temperature=None,
 ) -> ChainResult:
-    """``vllm_hsd.kernels.chain_verify.verify_chain``, one request at a time."""
+    """Of chains whose tokens and rows are flat, one request at a time."""
     cu = cu_num_draft_tokens.tolist()
     if draft_temperature is None:
         draft_temperature = temperature
