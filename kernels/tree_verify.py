@@ -28,7 +28,7 @@ class TreeResult(NamedTuple):
         path: int64 [B, N], numbers of the accepted nodes, then -1.
         num_accepted: int32 [B], accepted nodes.
         num_emitted: int32 [B], emitted tokens: num_accepted + 1, or num_accepted where the target
-            row after the last accepted node is invalid at a temperature above 0.
+            row after the last accepted node is invalid.
     """
 
     token_ids: torch.Tensor
@@ -39,39 +39,37 @@ class TreeResult(NamedTuple):
 
 def verify_tree(
     target_logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
+    draft_logits: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     draws: torch.Tensor,
     *,
-    replacement: bool = True,
     level: int = 1,
     draft_temperature: torch.Tensor | None = None,
 ) -> TreeResult:
     """Verify draft trees; the emitted tokens follow softmax(target / temperature).
 
-    Nothing is read on the host: nodes whose token is negative or outside the vocabulary are
-    skipped. At a temperature above 0 an invalid row (a NaN or +inf in it, or only -inf) ends its
-    branch, as in ``vllm_hsd.rules.verify_tree``. If it is the root's, nothing is accepted and
-    token 0 is emitted, as by vLLM without speculation (see ``chain_verify``).
+    Siblings were drawn independently of each other. Nothing is read on the host: nodes whose token
+    is negative or outside the vocabulary are skipped. An invalid row (a NaN or +inf in it, or only
+    -inf) ends its branch, as in ``vllm_hsd.rules.verify_tree``. If it is the root's, nothing is
+    accepted and token 0 is emitted, as by vLLM without speculation (see ``chain_verify``).
 
     Args:
         target_logits: [B, N + 1, V] bfloat16, float16 or float32, contiguous; row 0 is the
             target's at the root, row i + 1 its row after node i. N is at most 64.
         draft_logits: like target_logits, row i + 1 the proposal row at node i, from which the
-            children of that node were drawn (rows of leaves are not read); None for one-hot rows.
+            children of that node were drawn (rows of leaves are not read).
         tokens: int64 or int32 [B, N] in draw order, -1 in an empty slot. A token that one parent
             drew twice is listed twice, with its children below the first.
         parents: int64 or int32 [B, N], the parent's number, -1 for the root.
-        temperature: float32 [B] of the target; 0 is greedy.
+        temperature: float32 [B] of the target, above 0.
         seeds: int64 [B], request seeds.
         draws: int64 [B], the request's counter; a call uses the draws .. draws + N.
-        replacement: whether siblings were drawn independently, or each from the row
-            renormalized without the earlier ones.
         level: the verifying level, whose uniforms are used; 0 only drafts.
-        draft_temperature: float32 [B] at which the nodes were drawn; the target's by default.
+        draft_temperature: float32 [B], above 0, at which the nodes were drawn; the target's by
+            default.
 
     Returns:
         TreeResult on the device of target_logits.
@@ -86,13 +84,12 @@ def verify_tree(
     if not 1 <= nodes <= MAX_NODES:
         raise ValueError(f"target_logits must have 2 to {MAX_NODES + 1} rows a tree, got {rows}.")
     for name, logits in (("target_logits", target_logits), ("draft_logits", draft_logits)):
-        if logits is not None:
-            check_logits(name, logits, 3)
-            if logits.shape != target_logits.shape or not logits.is_contiguous():
-                raise ValueError(
-                    f"{name} must be a contiguous {list(target_logits.shape)} tensor, got "
-                    f"{list(logits.shape)}."
-                )
+        check_logits(name, logits, 3)
+        if logits.shape != target_logits.shape or not logits.is_contiguous():
+            raise ValueError(
+                f"{name} must be a contiguous {list(target_logits.shape)} tensor, got "
+                f"{list(logits.shape)}."
+            )
     for name, ids in (("tokens", tokens), ("parents", parents)):
         if ids.shape != (batch, nodes):
             raise ValueError(f"{name} must have shape [{batch}, {nodes}], got {list(ids.shape)}.")
@@ -115,19 +112,17 @@ def verify_tree(
     stats = torch.empty(4, batch, rows, chunks, dtype=torch.float32, device=device)
     state = torch.empty(batch, 5, rows, dtype=torch.float32, device=device)
     mass = torch.empty(batch, chunks, chunk // block, dtype=torch.float32, device=device)
-    has_draft = draft_logits is not None
     shared = {"NODES": nodes, "LANES": triton.next_power_of_2(nodes), "CHUNK": chunk}
     node_stats_kernel[(chunks, rows, batch)](
         stats,
         stats[0].numel(),
         target_logits,
-        draft_logits if has_draft else target_logits,
+        draft_logits,
         tokens,
         parents,
         temperature,
         draft_temperature,
         vocab_size,
-        HAS_DRAFT=has_draft,
         num_warps=NUM_WARPS,
         **shared,
     )
@@ -140,7 +135,7 @@ def verify_tree(
         stats,
         stats[0].numel(),
         target_logits,
-        draft_logits if has_draft else target_logits,
+        draft_logits,
         tokens,
         parents,
         temperature,
@@ -150,8 +145,6 @@ def verify_tree(
         stream,
         vocab_size,
         chunks,
-        HAS_DRAFT=has_draft,
-        REPLACEMENT=replacement,
         ROWS=padded_size(rows),
         BLOCK=block,
         CHUNKS=padded_size(chunks),

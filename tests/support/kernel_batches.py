@@ -115,34 +115,25 @@ def draft_lse(batch):
     return torch.logsumexp(batch["draft_logits"].double() / scale, -1).float()
 
 
-def make_trees(batch, vocab_size, kind="iid", parents=PARENTS, seed=0, dtype=torch.float32):
-    """Trees whose siblings were drawn from their parent's row; every fourth request greedy."""
+def make_trees(batch, vocab_size, parents=PARENTS, seed=0, dtype=torch.float32):
+    """Trees whose siblings were drawn from their parent's row."""
     g = torch.Generator().manual_seed(seed)
     rows = len(parents) + 1
     target = (torch.randn(batch, rows, vocab_size, generator=g) * 2).to(dtype)
     draft = target.float() + 1.5 * torch.randn(batch, rows, vocab_size, generator=g)
     draft = draft.to(dtype)
     temperature = torch.rand(batch, generator=g) + 0.5
-    temperature[1::4] = 0
     tokens = torch.full((batch, rows - 1), -1)
     for i in range(batch):
-        probs = torch.softmax(
-            draft[i].float() / (temperature[i] if temperature[i] > 0 else 0.5), -1
-        )
+        probs = torch.softmax(draft[i].float() / temperature[i], -1)
         for node in range(-1, rows - 1):
             children = [c for c, p in enumerate(parents) if p == node]
-            if not children:
-                continue
-            if kind == "one-hot":
-                drawn = probs[node + 1].topk(len(children)).indices
-            else:
-                drawn = torch.multinomial(
-                    probs[node + 1], len(children), kind == "iid", generator=g
-                )
-            tokens[i, children] = drawn
+            if children:
+                drawn = torch.multinomial(probs[node + 1], len(children), True, generator=g)
+                tokens[i, children] = drawn
     return {
         "target_logits": target,
-        "draft_logits": None if kind == "one-hot" else draft,
+        "draft_logits": draft,
         "tokens": tokens,
         "parents": torch.tensor(parents).expand(batch, -1).contiguous(),
         "temperature": temperature,

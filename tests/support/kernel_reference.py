@@ -280,7 +280,6 @@ def verify_tree(
     seeds,
     draws,
     *,
-    replacement=True,
     level=1,
     draft_temperature=None,
 ) -> TreeResult:
@@ -305,14 +304,8 @@ def verify_tree(
         tree = Tree([number[p] for p in parent], token)
         target = probabilities(target_logits[i], temperature[i].expand(rows))
         target = target[[0, *(n + 1 for n in kept)]]
-        proposal = None
-        if draft_logits is not None and draft_temperature[i] > 0 and temperature[i] > 0:
-            proposal = probabilities(draft_logits[i], draft_temperature[i].expand(rows))
-            proposal = torch.stack([proposal[p + 1] for p in parent]) if kept else proposal[:0]
-            for k in range(len(kept)) if not replacement else ():
-                earlier = [token[j] for j in range(k) if parent[j] == parent[k]]
-                proposal[k, earlier] = 0
-                proposal[k] /= proposal[k].sum()
+        proposal = probabilities(draft_logits[i], draft_temperature[i].expand(rows))
+        proposal = torch.stack([proposal[p + 1] for p in parent]) if kept else proposal[:0]
         last_u, *u = uniforms(seeds[i], torch.tensor(level), draws[i] + torch.arange(rows))
         tree_rows = TreeRows(target, proposal, tree, "traversal")
         node, row = next(
