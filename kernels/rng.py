@@ -1,4 +1,4 @@
-"""Counter-based uniforms inside kernels: the same numbers as ``vllm_hsd.rules.uniforms``.
+"""Counter-based uniforms inside kernels: the same numbers as ``vllm_hsd.rules.rng.host_uniforms``.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC
 2011) with key = request seed (64 bits) and counter = (draw low, draw high, stream, 0).

@@ -221,7 +221,7 @@ def sample_row(
     Returns:
         (token ids int64 [N], log(sum(exp(logits / temperature))) float32 [N] of the kept logits,
         which is 0 where the temperature is not above 0). The uniform of row i is
-        ``uniforms(seeds[i], level, draws[i] + draw_offset)``.
+        ``host_uniforms(seeds[i], level, draws[i] + draw_offset)``.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.

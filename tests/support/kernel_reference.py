@@ -14,10 +14,16 @@ from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import TreeResult
-from vllm_hsd.rules import MAX_KERNEL_DRAFT, uniforms
+from vllm_hsd.rules import MAX_KERNEL_DRAFT
 from vllm_hsd.rules import verify_chain as verify_chain_probs
 from vllm_hsd.rules.branches import follow
+from vllm_hsd.rules.rng import host_uniforms
 from vllm_hsd.rules.tree import ROOT, Tree, TreeRows, traversal_stops
+
+
+def uniforms(seeds, level: int, draws) -> torch.Tensor:
+    """``vllm_hsd.rules.rng.host_uniforms`` of int64 tensors."""
+    return torch.from_numpy(host_uniforms(seeds.numpy(), np.int64(level), draws.numpy()))
 
 
 def scaled_logits(logits, temperature) -> torch.Tensor:
@@ -112,7 +118,7 @@ def sample_row(
     if positions is not None:
         logits = perturbed(logits, temperature, seeds, positions)
     rows = probabilities(logits, temperature)
-    u = uniforms(seeds, torch.tensor(level), draws + draw_offset)
+    u = uniforms(seeds, level, draws + draw_offset)
     cumulative = rows.cumsum(-1)
     goal = u[:, None] * cumulative[:, -1:]
     # All of a NaN row compares as False: token 0, which is the argmax of NaN in vLLM.
@@ -148,7 +154,7 @@ def verify_chain(
         draft = None
         if draft_logits is not None and draft_temperature[i] > 0 and temperature[i] > 0:
             draft = probabilities(draft_logits[begin:end], draft_temperature[i].expand(n))
-        u = uniforms(seeds[i], torch.tensor(level), draws[i] + torch.arange(n + 1))
+        u = uniforms(seeds[i], level, draws[i] + torch.arange(n + 1))
         out = verify_chain_probs(target, draft, tokens, [n], method=method, uniforms=u)
         accepted = int(out.num_accepted[0])
         lse = torch.full((max_draft_tokens + 1,), float("nan"))
@@ -306,7 +312,7 @@ def verify_tree(
         target = target[[0, *(n + 1 for n in kept)]]
         proposal = probabilities(draft_logits[i], draft_temperature[i].expand(rows))
         proposal = torch.stack([proposal[p + 1] for p in parent]) if kept else proposal[:0]
-        last_u, *u = uniforms(seeds[i], torch.tensor(level), draws[i] + torch.arange(rows))
+        last_u, *u = uniforms(seeds[i], level, draws[i] + torch.arange(rows))
         tree_rows = TreeRows(target, proposal, tree, "traversal")
         node, row = next(
             (node, row)

@@ -1,7 +1,6 @@
 """Lossless verification of drafts, as pure functions on tensors."""
 
 from vllm_hsd.rules.chain import VerifyResult, verify_chain
-from vllm_hsd.rules.rng import uniforms
 from vllm_hsd.rules.tree import Tree, draw_iid, draw_without_replacement, top_k, verify_tree
 
 # The longest draft that the kernels verify, in tokens.
@@ -17,7 +16,6 @@ __all__ = [
     "draw_iid",
     "draw_without_replacement",
     "top_k",
-    "uniforms",
     "verify_chain",
     "verify_tree",
 ]

@@ -10,7 +10,7 @@ Transformers via Speculative Decoding", arXiv:2211.17192).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,6 @@ def verify_chain(
     num_draft_tokens: Sequence[int],
     *,
     method: str = "block",
-    generators: Mapping[int, torch.Generator] | None = None,
     uniforms: torch.Tensor | None = None,
 ) -> VerifyResult:
     """Verify one draft per request without changing the target's distribution.
@@ -66,11 +65,9 @@ def verify_chain(
         draft_token_ids: [sum(n_i)] int64 or int32, -1 for an empty position.
         num_draft_tokens: draft length n_i of every request, zeros allowed.
         method: "block", "standard" or "greedy".
-        generators: batch row -> generator on the rows' device, from which a seeded request draws
-            its n_i + 1 uniforms; the other requests share the default generator.
-        uniforms: float64 [sum(n_i + 1)] in [0, 1), used instead of generators: for each request
-            one for the token after the accepted prefix, then one per draft token. Not read by
-            `greedy`.
+        uniforms: float64 [sum(n_i + 1)] in [0, 1): for each request one for the token after the
+            accepted prefix, then one per draft token; by default of the default generator. Not read
+            by `greedy`.
 
     Returns:
         VerifyResult on the device of target_probs.
@@ -84,7 +81,7 @@ def verify_chain(
     if method == "greedy":
         token_ids, accepted = verify_greedy(batch, argmax_rows(target_probs)[0])
     else:
-        flat = read_uniforms(batch.lengths, device, generators, uniforms)
+        flat = read_uniforms(batch.lengths, device, uniforms)
         draft_ok = None if batch.draft_probs is None else is_normalized(batch.draft_probs)
         token_ids, accepted = verify_batch(
             batch, method, flat, target_ok=is_normalized(target_probs), draft_ok=draft_ok

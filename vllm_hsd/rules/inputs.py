@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -160,21 +160,12 @@ def read_chain_batch(
 
 
 def read_uniforms(
-    lengths: np.ndarray,
-    device: torch.device,
-    generators: Mapping[int, torch.Generator] | None,
-    uniforms: torch.Tensor | None,
+    lengths: np.ndarray, device: torch.device, uniforms: torch.Tensor | None
 ) -> np.ndarray:
-    """[sum(n_i + 1)] float64 on the host, from `uniforms` or else from the generators."""
+    """[sum(n_i + 1)] float64 on the host, from `uniforms` or else from the default generator."""
     total = int(lengths.sum()) + lengths.size
     if uniforms is None:
-        drawn = torch.rand(total, dtype=torch.float64, device=device)
-        starts = np.cumsum(lengths + 1) - (lengths + 1)
-        for i, generator in (generators or {}).items():
-            if i < lengths.size:
-                first = int(starts[i])
-                drawn[first : first + int(lengths[i]) + 1].uniform_(generator=generator)
-        return drawn.cpu().numpy()
+        return torch.rand(total, dtype=torch.float64, device=device).cpu().numpy()
     if uniforms.shape != (total,) or uniforms.dtype != torch.float64:
         raise ValueError(
             f"uniforms must be float64 [{total}] (n_i + 1 for each request), "

@@ -18,7 +18,6 @@ Streams and draws, on the host and in kernels alike:
 import sys
 
 import numpy as np
-import torch
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint32)
@@ -62,34 +61,13 @@ def _halves(words: np.ndarray) -> np.ndarray:
     return words.view(np.uint32).reshape(*words.shape, 2)
 
 
-def uniforms(seeds: torch.Tensor, streams: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """`host_uniforms` of tensors.
-
-    Args:
-        seeds: int64, one per request (any value; 64 bits are the key).
-        streams: int64 in [0, 2**32), the level.
-        draws: int64, counts the uniforms of a (request, stream); never goes back.
-
-    Returns:
-        float64 tensor of the broadcast shape on the device of ``seeds``.
-
-    Raises:
-        ValueError: an argument is not an int64 tensor, or the shapes do not broadcast.
-    """
-    arguments = {"seeds": seeds, "streams": streams, "draws": draws}
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.int64:
-            raise ValueError(f"{name} must be an int64 tensor, got {_describe(value)}.")
-    try:
-        drawn = host_uniforms(*(value.cpu().numpy() for value in arguments.values()))
-    except ValueError as error:
-        shapes = ", ".join(f"{name} {list(v.shape)}" for name, v in arguments.items())
-        raise ValueError(f"shapes do not broadcast: {shapes}.") from error
-    return torch.from_numpy(drawn).to(seeds.device)
-
-
 def host_uniforms(seeds: np.ndarray, streams: np.ndarray, draws: np.ndarray) -> np.ndarray:
     """Uniforms in [0, 1) with 53 random bits, elementwise over int64 arrays that broadcast.
+
+    Args:
+        seeds: one per request (any value; 64 bits are the key).
+        streams: in [0, 2**32), the level.
+        draws: counts the uniforms of a (request, stream); never goes back.
 
     A uniform belongs to (seed, stream, draw) and to nothing else. The position in the sequence must
     not enter: a rejected position is drawn again by the next call, and its uniform must be new.
@@ -108,7 +86,3 @@ def host_uniforms(seeds: np.ndarray, streams: np.ndarray, draws: np.ndarray) -> 
     first, second, _, _ = philox(halves[0, :, [_LOW, _HIGH]], counter)
     bits: np.ndarray = (first >> 5) * 2.0**26 + (second >> 6)
     return (bits * 2.0**-53).reshape(shape)
-
-
-def _describe(value: object) -> str:
-    return f"{value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
