@@ -1,6 +1,6 @@
 """The lowest level's drafts from a predicted text; cascade/prediction_lookup.py launches them.
 
-Their rule is that of cascade/prediction.py. One program compares a chunk of the predicted text with
+Their rule is stated there. One program compares a chunk of the predicted text with
 the end of a request's text, the other takes the best place and copies what follows it.
 """
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from support.marks import slow
+from support.prediction import Prediction, PredictionLevel
 from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov
 
 from vllm_hsd.cascade import prediction_lookup
 from vllm_hsd.cascade.level import Texts
-from vllm_hsd.cascade.prediction import LONGEST, Prediction, PredictionLevel
-from vllm_hsd.cascade.prediction_lookup import PredictionLookup
+from vllm_hsd.cascade.prediction_lookup import LONGEST, PredictionLookup
 
 WIDTH = 70
 

@@ -1,4 +1,10 @@
-"""Predicted texts on the device: launches of `kernels.prediction_kernels`."""
+"""Predicted texts on the device: what follows the place where the answer stands.
+
+The place is the end of the longest match, of at most `LONGEST` tokens, between the prediction and
+the end of the answer. Of equally long ones it is the one at which an answer that went on as
+predicted would stand, then the nearest one after the last place, then the nearest before it. An
+answer whose last token the prediction does not have drafts nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,14 @@ import torch
 import triton
 
 from vllm_hsd.cascade.lookups import search_chunk
-from vllm_hsd.cascade.prediction import DOUBT, LONGEST
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.suffix_lookup import Offers
 from vllm_hsd.kernels import prediction_kernels
 from vllm_hsd.kernels.blocks import padded_size
+
+LONGEST = 32
+# A match of m tokens is taken to be right with m / (m + DOUBT), between the bins of `acceptance`.
+DOUBT = 0.8
 
 
 class PredictionLookup:

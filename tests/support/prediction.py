@@ -1,11 +1,4 @@
-"""A predicted text as a source, in plain numpy: what follows the place where the answer stands.
-
-What the kernels of `cascade.prediction_lookup`, which serves, compute. The place is the end of the
-longest match, of at most `LONGEST` tokens, between the prediction and the end of the answer. Of
-equally long ones it is the one at which an answer that went on as predicted would stand, then the
-nearest one after the last place, then the nearest before it. An answer whose last token the
-prediction does not have drafts nothing.
-"""
+"""A predicted text as a source, in plain numpy: the rule of `cascade.prediction_lookup`."""
 
 from __future__ import annotations
 
@@ -13,11 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
-
-LONGEST = 32
-# A match of m tokens is taken to be right with m / (m + DOUBT), between the bins of `acceptance`.
-DOUBT = 0.8
+from vllm_hsd.cascade.level import LookupResult, Texts
+from vllm_hsd.cascade.prediction_lookup import DOUBT, LONGEST
 
 
 @dataclass
@@ -59,7 +49,7 @@ class Prediction:
         return 2 + len(self.tokens) + self.place - place
 
 
-class PredictionLevel(LookupLevel):
+class PredictionLevel:
     """Drafts the continuation of each request's prediction; nothing without one.
 
     Attributes:
@@ -91,8 +81,3 @@ class PredictionLevel(LookupLevel):
             each = np.full(len(draft), matched / (matched + DOUBT))
             result.put(i, draft, np.cumprod(each))
         return result
-
-    def forget(self, slot: int) -> None:
-        """The prediction stays, its place does not."""
-        if (known := self.predictions.get(slot)) is not None:
-            known.place, known.at = 0, known.begin
