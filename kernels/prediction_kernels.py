@@ -1,7 +1,7 @@
 """The lowest level's drafts from a predicted text; cascade/prediction_lookup.py launches them.
 
-Their rule is stated there. One program compares a chunk of the predicted text with
-the end of a request's text, the other takes the best place and copies what follows it.
+Their rule is stated there. One program compares a chunk of the predicted text with the end of a
+request's text, the other takes the best place and copies what follows it.
 """
 
 import triton

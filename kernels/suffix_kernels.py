@@ -98,12 +98,6 @@ def match_text_kernel(
 
 
 @triton.jit
-def _store_draft(expected_ptr, count_ptr, at, expected, count):
-    tl.store(expected_ptr + at, expected)
-    tl.store(count_ptr + at, count)
-
-
-@triton.jit
 def own_votes_kernel(
     expected_ptr,  # float32 [B, DEPTH - 1], sum of the shares, for each length of the match
     count_ptr,  # int32 [B, DEPTH - 1]
@@ -200,7 +194,8 @@ def own_votes_kernel(
             else:
                 count = 0
             tl.debug_barrier()
-    _store_draft(expected_ptr, count_ptr, out, expected, drafted)
+    tl.store(expected_ptr + out, expected)
+    tl.store(count_ptr + out, drafted)
 
 
 @triton.jit
@@ -359,7 +354,8 @@ def store_votes_kernel(
                 drafted += 1
             else:
                 high = low
-    _store_draft(expected_ptr, count_ptr, out, expected, drafted)
+    tl.store(expected_ptr + out, expected)
+    tl.store(count_ptr + out, drafted)
 
 
 @triton.jit
