@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.row_layout import PrivateBlocks, lay_out
+from support.row_layout import PrivateBlocks, Rows
 
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
@@ -194,44 +194,26 @@ def test_rows_lie_where_the_plain_layout_has_them(size):
         LANES=padded_size(width),
         BLOCK=8,
     )
-    # The plain layout computes neither a root again nor what a row does not need.
     held = np.minimum(counts + 1, np.clip(scheduled[:, None] - [width, 2 * width], 0, width))
     held = np.where(counts > 0, held, 0)
-    chains = np.minimum(scheduled, width)
-    own = np.maximum(held - 1, 0)
-    drafted = np.where(held > 0, counts, 0)
-    rows = lay_out(chains + own.sum(1), base, chains - 1, drafted)
+    held = np.concatenate([np.minimum(scheduled, width)[:, None], held], 1)
+    assert found["count"].tolist() == held.tolist()
+    chain = np.arange(n) - branch
+    rows = Rows(request, branch, chain, base[request], held[request, branch])
     tables = group.tables(rows, main[slots])
-    _, row_positions, kv_slots = group.slots(rows, tables)
-    all_held = np.concatenate([chains[:, None], held], 1)
-    assert found["count"].tolist() == all_held.tolist()
-    live = np.flatnonzero((branch == 0) | (found["chain"][:n].numpy() >= 0))
-    assert live.tolist() == np.flatnonzero(all_held[request, branch]).tolist()
-    assert (found["chain"][:n].numpy()[live] == (np.arange(n) - branch)[live]).all()
-    assert (found["base"][:n].numpy() == base[request]).all()
-    assert (found["seq_len"][:n].numpy() == base[request] + tokens).all()
-    known, mapped = [], []
-    for plain, row in enumerate(live):
-        kept = all_held[request[row], branch[row]]
-        blocks = (rows.base[plain] + kept - 1) // size + 1
-        assert found["table"][row, :blocks].tolist() == tables[plain, :blocks].tolist()
-        if branch[row]:
-            root = rows.base[plain]
-            assert found["position"][start[row]] == root
-            block = tables[plain, root // size]
-            assert found["slots"][start[row]] == block * size + root % size
-            at = slice(start[row] + 1, start[row] + kept)
-            known += found["position"][at].tolist()
-            mapped += found["slots"][at].tolist()
-    assert known == row_positions.tolist() and mapped == kv_slots.tolist()
+    assert found["chain"][:n].tolist() == np.where(rows.held > 0, chain, -1).tolist()
+    assert (found["base"][:n].numpy() == rows.base).all()
+    assert (found["seq_len"][:n].numpy() == rows.base + tokens).all()
     for row in range(n):
+        at = slice(start[row], start[row] + tokens[row])
+        position = rows.base[row] + np.arange(tokens[row])
+        assert found["position"][at].tolist() == position.tolist()
+        blocks = position[-1] // size + 1
+        assert found["table"][row, :blocks].tolist() == tables[row, :blocks].tolist()
         if branch[row]:
-            kept = all_held[request[row], branch[row]]
-            behind = slice(start[row] + kept, start[row] + tokens[row])
-            assert (found["slots"][behind] == -1).all()
+            behind = [-1] * (tokens[row] - rows.held[row])
+            assert found["slots"][at].tolist() == [*group.slots(rows, tables, row), *behind]
         else:
-            chain = slice(start[row], start[row] + tokens[row])
-            assert (found["slots"][chain] == GUARD).all()
-            assert found["position"][chain].tolist() == positions[chain].tolist()
+            assert (found["slots"][at] == GUARD).all()
     assert found["slots"][total] == GUARD
     assert all((found[k][n] == GUARD).all() for k in ("table", "seq_len", "chain", "base"))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.row_layout import PrivateBlocks, Rows, lay_out
+from support.row_layout import PrivateBlocks, Rows, whole_rows
 
 from vllm_hsd.kernels.copy_blocks import (
     BranchRows,
@@ -41,15 +41,14 @@ def batch(block_size: int, seed: int):
     branches[0] = 0
     group = PrivateBlocks(block_size, LENGTH)
     counts = np.minimum(branches, group.room(base)[:, None])
-    rows = lay_out(chain + 1 + counts.sum(1), base, chain, counts)
+    rows = whole_rows(base, chain, counts)
     width = int(group.first(base.max(), 3)) + 1
     main = rng.permutation(size * width).reshape(size, width).astype(np.int32)
     return group, rows, group.tables(rows, main), size * width, rng
 
 
 def on_device(rows: Rows) -> BranchRows:
-    chains = np.flatnonzero(rows.branch == 0)[rows.request]
-    each = (rows.request, rows.branch, chains)
+    each = rows.request, rows.branch, np.where(rows.held > 0, rows.chain, -1)
     small = (torch.from_numpy(values.astype(np.int32)) for values in each)
     return BranchRows(*small, torch.from_numpy(rows.base))
 
@@ -73,14 +72,15 @@ def test_copies_are_those_of_the_layout(block_size):
     copy_to_branches(cache, device, ids, block_size)
     assert all(map(torch.equal, memory, expected_memory))
 
-    winner = rng.integers(0, 3, len(rows.counts))
-    winner = np.where(rows.counts[np.arange(len(winner)), winner] > 1, winner, 0)
-    tokens = rows.counts[np.arange(len(winner)), winner] - 1
-    kept = np.minimum(rng.integers(0, LENGTH + 1, len(winner)), tokens)
-    won = np.flatnonzero((winner > 0) & (kept > 0))
-    assert len(won) > 1
-    sources, targets = group.copied_after(rows, tables, rows.number(won, winner[won]), kept[won])
-    assert block_size > LENGTH or len(sources) > len(won)
+    chains = np.flatnonzero(rows.branch == 0)
+    row = chains + rng.integers(0, 3, len(chains))
+    row = np.where(rows.held[row] > 1, row, chains)
+    winner = row - chains
+    kept = np.minimum(rng.integers(0, LENGTH + 1, len(row)), rows.held[row] - 1)
+    won = (winner > 0) & (kept > 0)
+    assert won.sum() > 1
+    sources, targets = group.copied_after(rows, tables, row[won], kept[won])
+    assert block_size > LENGTH or len(sources) > won.sum()
     for whole in (memory, expected_memory):
         for values in whole:
             values.copy_(torch.arange(len(values)) * 3.0)

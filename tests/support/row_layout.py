@@ -1,13 +1,8 @@
-"""Rows of a step in which requests have several drafts: where their tokens and blocks are.
+"""Rows of a step in which requests have several drafts, in plain numpy: where their blocks are.
 
-vLLM schedules one flat list of draft tokens for a request: [x.., y.., z..], a chain x and what
-branches y, z have of their own. With the last verified token, the root, in front, the chain is a
-row of the attention. A branch begins with the root, too; its own tokens are a row that goes on from
-there.
-
-A branch's row has the blocks of the request but for those from the root on. In their place it has
-private ones, which lie in the same request's table, behind all that its other levels may write. The
-keys and values of the root are written there, too, when the chain's are.
+vLLM schedules one list of draft tokens for a request. With the last verified token, the root, in
+front it is the chain, and then the root again and the tokens of each branch. A branch's row has the
+blocks of the request but for those from the root on, in whose place it has private ones.
 """
 
 from __future__ import annotations
@@ -17,115 +12,72 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hsd.cascade import row_layout
-from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
 
 
 class Rows(NamedTuple):
-    """The rows of B requests, at most R of each, in the order of the flat batch.
+    """The rows of a batch in its order, [n] int64 each.
 
     Attributes:
-        places: [B, R, L + 1] int64, place among its request's tokens of a row's root and of its
-            draft tokens. Those from counts[b, r] on mean nothing.
-        counts: [B, R] int64 tokens of a row with its root; 0: no row. The first row of a request
-            is its chain, or whatever it computes where it has no branches.
-        request, branch, start, tokens, base, begin: [n] int64, of each row: its request, its place
-            there, its first own token in the flat batch, its own tokens, and the positions in the
-            text of its root and of its first own token (the root, for a chain).
+        request, branch: a row's request, and its number there; 0 is the chain.
+        chain: the row of its request's chain.
+        base: position of its root.
+        held: its inputs from the root on that mean something; 0: no blocks of its own.
     """
 
-    places: np.ndarray
-    counts: np.ndarray
     request: np.ndarray
     branch: np.ndarray
-    start: np.ndarray
-    tokens: np.ndarray
+    chain: np.ndarray
     base: np.ndarray
-    begin: np.ndarray
+    held: np.ndarray
 
     @property
     def branches(self) -> np.ndarray:
-        """[m] int64 numbers of the rows that are branches."""
-        return np.flatnonzero(self.branch)
-
-    def number(self, requests: np.ndarray, branch: np.ndarray) -> np.ndarray:
-        """[k] int64 numbers of rows that are there."""
-        numbers = np.cumsum(self.counts.ravel() > 0) - 1
-        found: np.ndarray = numbers.reshape(self.counts.shape)[requests, branch]
-        return found
+        """[m] int64 numbers of the rows that are branches with blocks of their own."""
+        return np.flatnonzero((self.branch > 0) & (self.held > 0))
 
 
-def lay_out(
-    scheduled: np.ndarray, base: np.ndarray, chain: np.ndarray, drafted: np.ndarray
-) -> Rows:
-    """The rows of a batch, as far as the scheduler did not cut them.
+def whole_rows(base: np.ndarray, chain: np.ndarray, branches: np.ndarray) -> Rows:
+    """All rows of requests whose roots are at base[i].
 
     Args:
-        scheduled: [B] int64 tokens of each request.
-        base: [B] int64, position of each request's first token.
-        chain: [B] int64, tokens of the chain as it was drafted.
-        drafted: [B, R - 1] int64, tokens of the branches as they were drafted.
+        chain: [B] int64 tokens of the chains.
+        branches: [B, R - 1] int64 tokens of the branches, 0 for none.
     """
-    widths = np.concatenate([chain[:, None] + 1, drafted], axis=1)
-    # A part of a prompt, placeholders, or a chain alone.
-    single = ~drafted.any(1)
-    widths[single, 0] = scheduled[single]
-    offsets = np.cumsum(widths, axis=1) - widths
-    own = np.clip(scheduled[:, None] - offsets, 0, widths)
-    if (own.sum(1) != scheduled).any():
-        raise AssertionError(f"{scheduled} tokens are scheduled where {widths} were drafted")
-    counts = own.copy()
-    counts[:, 1:] += own[:, 1:] > 0
-    depth = np.arange(max(chain.max(), drafted.max()) + 1)
-    places = np.tile(depth, (*own.shape, 1))
-    places[:, 1:, 1:] = offsets[:, 1:, None] + depth[1:] - 1
-    request, branch = np.nonzero(own)
-    tokens, root = own[request, branch], base[request]
-    begin = root + counts[request, branch] - tokens
-    return Rows(places, counts, request, branch, ragged_starts(tokens), tokens, root, begin)
+    size, most = len(base), branches.shape[1] + 1
+    held = np.concatenate([chain[:, None] + 1, np.where(branches > 0, branches + 1, 0)], axis=1)
+    request, branch = np.divmod(np.arange(size * most), most)
+    return Rows(request, branch, request * most, base[request], held.ravel())
 
 
 class PrivateBlocks(row_layout.PrivateBlocks):
     """The blocks' places row by row, as the kernels compute them."""
 
+    def room(self, base: np.ndarray) -> np.ndarray:
+        """Draft tokens that a branch has room for after its root at position `base`."""
+        return self.per_row * self.block_size - 1 - base % self.block_size
+
     def tables(self, rows: Rows, main: np.ndarray) -> np.ndarray:
         """[n, width] block ids of every row, from those of every request, [B, width]."""
         tables: np.ndarray = main[rows.request]
-        some = rows.branches
-        begin = rows.base[some] // self.block_size
-        last = (rows.begin + rows.tokens - 1)[some] // self.block_size
-        owners, offsets = ragged_arange(last - begin + 1)
-        private = self.first(rows.base[some], rows.branch[some])[owners] + offsets
-        tables[some[owners], begin[owners] + offsets] = main[rows.request[some][owners], private]
+        for row in rows.branches:
+            begin, end = rows.base[row], rows.base[row] + rows.held[row]
+            index = np.arange(begin // self.block_size, (end - 1) // self.block_size + 1)
+            private = self.first(begin, rows.branch[row]) + index - index[0]
+            tables[row, index] = main[rows.request[row], private]
         return tables
 
-    def slots(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of branches' own tokens: places in the flat batch, positions, slots; [tokens] int64."""
-        some = rows.branches
-        owners, offsets = ragged_arange(rows.tokens[some])
-        owners = some[owners]
-        positions = rows.begin[owners] + offsets
-        return rows.start[owners] + offsets, positions, self._slots(tables, owners, positions)
-
-    def repeated(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of roots that branches share: places in the flat batch, branches' slots; [k] int64."""
-        some = rows.branches
-        owners, depth = ragged_arange((rows.begin - rows.base)[some])
-        owners = some[owners]
-        request = rows.request[owners]
-        first = rows.start[rows.number(request, np.zeros_like(request))]
-        places = first + rows.places[request, rows.branch[owners], depth]
-        return places, self._slots(tables, owners, rows.base[owners] + depth)
-
-    def _slots(self, tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        blocks = tables[rows, positions // self.block_size].astype(np.int64)
-        slots: np.ndarray = blocks * self.block_size + positions % self.block_size
+    def slots(self, rows: Rows, tables: np.ndarray, row: int) -> np.ndarray:
+        """[held] int64 places in the cache of what a row computes from its root on."""
+        position = rows.base[row] + np.arange(rows.held[row])
+        block = tables[row, position // self.block_size]
+        slots: np.ndarray = block * self.block_size + position % self.block_size
         return slots
 
     def copied_before(self, rows: Rows, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks [k] that hold text before a root, and blocks [k] of branches to copy them to."""
         some = rows.branches[rows.base[rows.branches] % self.block_size > 0]
         block = rows.base[some] // self.block_size
-        return self._chain_tables(rows, tables, some, block), tables[some, block]
+        return tables[rows.chain[some], block], tables[some, block]
 
     def copied_after(
         self, rows: Rows, tables: np.ndarray, winners: np.ndarray, kept: np.ndarray
@@ -141,15 +93,9 @@ class PrivateBlocks(row_layout.PrivateBlocks):
             winners: [w] int64 numbers of rows.
             kept: [w] int64 draft tokens of each that are part of the text now, at least one.
         """
-        first = (rows.base[winners] + 1) // self.block_size
-        last = (rows.base[winners] + kept) // self.block_size
-        owners, offsets = ragged_arange(last - first + 1)
-        block, row = first[owners] + offsets, winners[owners]
-        return tables[row, block], self._chain_tables(rows, tables, row, block)
-
-    def _chain_tables(
-        self, rows: Rows, tables: np.ndarray, some: np.ndarray, block: np.ndarray
-    ) -> np.ndarray:
-        chains = np.flatnonzero(rows.branch == 0)
-        found: np.ndarray = tables[chains[rows.request[some]], block]
-        return found
+        found = []
+        for row, base, count in zip(winners, rows.base[winners], kept, strict=True):
+            last = (base + count) // self.block_size
+            found += [(row, block) for block in range((base + 1) // self.block_size, last + 1)]
+        row, block = np.array(found).T
+        return tables[row, block], tables[rows.chain[row], block]

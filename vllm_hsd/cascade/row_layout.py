@@ -41,7 +41,3 @@ class PrivateBlocks(NamedTuple):
         It needs nothing but the root's position `base`, so drafting and computing agree on it.
         """
         return (base + self.length) // self.block_size + 1 + (branch - 1) * self.per_row
-
-    def room(self, base: np.ndarray) -> np.ndarray:
-        """Draft tokens that a branch has room for after its root at position `base`."""
-        return self.per_row * self.block_size - 1 - base % self.block_size
