@@ -36,16 +36,14 @@ class Cell:
 
     Attributes:
         batches: indices of prompts, a batch after the other.
-        caches: "cold" empties the prefix cache, "warm" has the prompts in it.
-        found: answers by cache and configuration (by index).
+        found: answers by configuration (by index).
     """
 
     group: str
     set: str
     batches: list[tuple[int, ...]]
     temperature: float
-    caches: tuple[str, ...] = ("",)
-    found: dict[tuple[str, int], list[Generation]] = field(default_factory=dict)
+    found: dict[int, list[Generation]] = field(default_factory=dict)
 
     @property
     def key(self) -> dict[str, Any]:
@@ -60,30 +58,23 @@ class Cell:
 
 @dataclass(frozen=True)
 class Group:
-    """Configurations that take turns, by name, and where.
-
-    Attributes:
-        fewest: prompts that a batch size has at least (small batches differ more).
-    """
+    """Configurations that take turns, by name, and where."""
 
     name: str
     configs: Mapping[str, Config]
     temperatures: Sequence[float]
     batch_sizes: Sequence[int] = (1,)
-    caches: tuple[str, ...] = ("",)
-    fewest: Mapping[int, int] = field(default_factory=dict)
 
     def cells(self, sets: Mapping[str, Sequence[int]]) -> Iterator[Cell]:
         """Every temperature, batch size and set; prompts repeat where a set has too few."""
         for temperature in self.temperatures:
             for size in self.batch_sizes:
                 for name, indices in sets.items():
-                    count = max(self.fewest.get(size, len(indices)), size)
                     batches = [
                         tuple(indices[i % len(indices)] for i in range(first, first + size))
-                        for first in range(0, count, size)
+                        for first in range(0, len(indices), size)
                     ]
-                    yield Cell(self.name, name, batches, temperature, self.caches)
+                    yield Cell(self.name, name, batches, temperature)
 
 
 class Sweep:
@@ -127,27 +118,16 @@ class Sweep:
         for shift in range(count):
             index = (turn + part + shift) % count
             engine = self.engines.get(index)
-            if "cold" in cell.caches:
-                engine.call(empty_prefix_cache)
             show = [lambda _, text, i=index: on_text(i, text)] if on_text else []
-            for cache in cell.caches:
-                before = CpuTimes.now()
-                found = engine.generate(prompts, params, *show)
-                cell.found.setdefault((cache, index), []).append(found)
-                if on_answer:
-                    on_answer(index, found)
+            before = CpuTimes.now()
+            found = engine.generate(prompts, params, *show)
+            cell.found.setdefault(index, []).append(found)
+            if on_answer:
+                on_answer(index, found)
             # A larger batch rounds differently: what its answers share is for the tests.
             if len(batch) == 1:
                 job = Job(index, 0, 1, cell.temperature, batch[0], batch)
                 bench_quality.record(self.results, job, found, before)
-
-    def warm_up(self, prompts: Sequence[int], temperature: float) -> None:
-        """All answer prompts that are not measured: adaptive configurations learn from them."""
-        params = {**self.params, "temperature": temperature}
-        for index in range(len(self.names)):
-            engine = self.engines.get(index)
-            for each in prompts:
-                engine.generate([self.setup.prompt_ids[each]], params)
 
     def compare(self) -> list[str]:
         """Greedy answers that were not compared yet: sentences about those that are no near ties.
@@ -168,32 +148,30 @@ class Sweep:
         return greedy.sentences(results, wrong, self.setup.dtype)
 
     def rows(self, cells: Sequence[Cell], **changed: Any) -> list[dict[str, Any]]:
-        """A row for every cache and configuration, over all batches of the cells.
+        """A row for every configuration, over all batches of the cells.
 
         Args:
             changed: columns in place of those of the first cell.
         """
         rows = []
-        for cache in cells[0].caches:
-            plain = [found for cell in cells for found in cell.found[cache, 0]]
-            for index, name in enumerate(self.names):
-                own = [found for cell in cells for found in cell.found[cache, index]]
-                rows.append(
-                    {
-                        **cells[0].key,
-                        **changed,
-                        "cache": cache,
-                        "configuration": name,
-                        **times(own, plain),
-                        **chosen(own),
-                        **counts(own),
-                        **interval(own, plain),
-                        **latencies(own),
-                        **self._differences(cells, index),
-                        "dtype": self.setup.dtype,
-                        "max_tokens": self.params["max_tokens"],
-                    }
-                )
+        plain = [found for cell in cells for found in cell.found[0]]
+        for index, name in enumerate(self.names):
+            own = [found for cell in cells for found in cell.found[index]]
+            rows.append(
+                {
+                    **cells[0].key,
+                    **changed,
+                    "configuration": name,
+                    **times(own, plain),
+                    **chosen(own),
+                    **counts(own),
+                    **interval(own, plain),
+                    **latencies(own),
+                    **self._differences(cells, index),
+                    "dtype": self.setup.dtype,
+                    "max_tokens": self.params["max_tokens"],
+                }
+            )
         return rows
 
     def _differences(self, cells: Sequence[Cell], index: int) -> dict[str, Any]:
@@ -206,11 +184,6 @@ class Sweep:
             if each.job.config == index and each.job.prompts in batches
         ]
         return {"greedy_differences": len(gaps), "largest_gap": max(gaps, default="")}
-
-
-def empty_prefix_cache(llm: Any) -> None:
-    """Runs in the engine's process."""
-    llm.reset_prefix_cache()
 
 
 def options(description: str, output: Path, sets: bool = False) -> argparse.ArgumentParser:
@@ -235,9 +208,6 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
             help="directory of *.jsonl files, one per set (default: the public ones, fetched)",
         )
         parser.add_argument("--num-prompts", type=int, default=20, help="of every set")
-        parser.add_argument(
-            "--warm-up", type=Path, help="prompts that all answer before each temperature"
-        )
     return parser
 
 
@@ -306,13 +276,11 @@ def fill(
     chosen: argparse.Namespace,
     prompts: Sequence[Any],
     sets: Mapping[str, Sequence[int]],
-    warm_up: Sequence[int] = (),
     **engines: Any,
 ) -> list[str]:
     """Measure the cells that the table does not have; takes hours, goes on where it was stopped.
 
     Args:
-        warm_up: indices of prompts that all answer first, at every temperature.
         engines: how they are hosted and their further arguments, see `started`.
 
     Returns:
@@ -329,16 +297,11 @@ def fill(
             prompts,
             temperatures=group.temperatures,
             batch_sizes=group.batch_sizes,
-            enable_prefix_caching="cold" in group.caches,
             **engines,
         ) as sweep:
             for index in range(len(sweep.names)):
                 sweep.engines.get(index)
-            warm: set[float] = set()
             for turn, cell in enumerate(cells):
-                if cell.temperature not in warm:
-                    sweep.warm_up(warm_up, cell.temperature)
-                    warm.add(cell.temperature)
                 for part in range(len(cell.batches)):
                     sweep.answer(cell, part, turn)
                 faults += sweep.compare()
@@ -362,9 +325,6 @@ def study(name: str, groups: Sequence[Group], chosen: argparse.Namespace, **engi
         1 if greedy answers differ, else 0.
     """
     prompts, found = read_sets(chosen.prompts, chosen.num_prompts)
-    measured = len(prompts)
-    prompts += read_prompts(chosen.warm_up) if chosen.warm_up else []
-    engines["warm_up"] = range(measured, len(prompts))
     table = Table(chosen.output / f"{name}.csv")
     faults = fill(table, groups, chosen, prompts, found, **engines)
     rows = [row for row in table.rows if row["configuration"] != PLAIN]

@@ -23,7 +23,7 @@ STUDIES = Path(sweep.__file__).parent / "studies"
 
 
 class FakeEngines:
-    """Engines that are faster the later they stand, and twice as fast with a warm prefix cache.
+    """Engines that are faster the later they stand.
 
     Attributes:
         breaks_at: prompt at which the first engine is interrupted.
@@ -32,7 +32,7 @@ class FakeEngines:
     breaks_at = None
 
     def __init__(self, *_):
-        self.asked, self.warm, self.caching = [], False, False
+        self.asked = []
 
     def __enter__(self):
         return self
@@ -44,16 +44,11 @@ class FakeEngines:
         self.index = index
         return self
 
-    def call(self, function):
-        assert function is sweep.empty_prefix_cache
-        self.warm, self.caching = False, True
-
     def generate(self, prompts, params, on_text=lambda *_: None):
         if prompts[0] == self.breaks_at:
             raise KeyboardInterrupt
-        self.asked.append((self.index, self.warm, len(prompts)))
-        seconds = (8 - self.index) / (1 + self.warm)
-        self.warm = self.caching
+        self.asked.append((self.index, len(prompts)))
+        seconds = 8 - self.index
         on_text(0, "te")
         on_text(0, "xt")
         ids = [[1] * params["max_tokens"]] * len(prompts)
@@ -80,22 +75,20 @@ def engines_of(configs, tmp_path, prompts=4):
     return Sweep([PLAIN, *configs], comparison, setup, FakeEngines())
 
 
-def test_configurations_answer_cold_and_warm_in_an_order_that_rotates(tmp_path):
+def test_configurations_answer_in_an_order_that_rotates(tmp_path):
     engines = engines_of(dict.fromkeys("abc", CONFIG), tmp_path)
-    group = Group("g", {}, [0.0], [4], ("cold", "warm"), {4: 12})
-    (cell,) = group.cells({"s": [0, 1]})
-    assert cell.batches == [(0, 1, 0, 1)] * 3
+    (few,) = Group("g", {}, [0.0], [4]).cells({"s": [0, 1]})
+    assert few.batches == [(0, 1, 0, 1)]
+    (cell,) = Group("g", {}, [0.0], [2]).cells({"s": [0, 1, 2, 3, 0]})
+    assert cell.batches == [(0, 1), (2, 3), (0, 0)]
     for part in range(3):
         engines.answer(cell, part, turn=1)
     turns = [1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2]
-    assert [asked[0] for asked in engines.engines.asked] == [i for i in turns for _ in "cw"]
-    assert [warm for _, warm, _ in engines.engines.asked] == [False, True] * 12
+    assert engines.engines.asked == [(i, 2) for i in turns]
     rows = engines.rows([cell])
-    assert [row["speedup"] for row in rows] == pytest.approx([1, 8 / 7, 8 / 6, 8 / 5] * 2)
-    assert [row["cache"] for row in rows] == ["cold"] * 4 + ["warm"] * 4
-    assert rows[7]["first_token"] == pytest.approx(5 / 8) and rows[7][
-        "speedup_low"
-    ] == pytest.approx(8 / 5)
+    assert [row["speedup"] for row in rows] == pytest.approx([1, 8 / 7, 8 / 6, 8 / 5])
+    assert rows[3]["first_token"] == pytest.approx(5 / 8)
+    assert rows[3]["speedup_low"] == pytest.approx(8 / 5)
     table = Table(tmp_path / "table.csv")
     assert not table.has(**cell.key)
     table.add(rows)
@@ -218,7 +211,7 @@ def test_a_study_hosts_its_engines_and_draws_its_groups(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sweep, "started", started)
     monkeypatch.setattr(sweep, "read_sets", lambda *_: (list("wxyz"), SETS))
-    chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path, warm_up=None)
+    chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path)
     group = papers.groups()["levels"]
     keys = {"engines_class": shared_engines.SharedEngines}
     assert sweep.study("papers", [group], chosen, **keys) == 0
