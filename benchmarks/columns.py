@@ -48,9 +48,9 @@ class Table:
         written = {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in cell.items()}
         return any(written.items() <= row.items() for row in self.rows)
 
-    def add(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows; what they do not have is empty."""
-        write_csv(self.path, [dict.fromkeys(columns, "") | row for row in rows], append=True)
+        write_csv(self.path, [dict.fromkeys(COLUMNS, "") | row for row in rows], append=True)
 
 
 def times(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:

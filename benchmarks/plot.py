@@ -37,14 +37,13 @@ def lines(
     line: str = "configuration",
     panel: str | None = None,
     error: str | None = None,
-    wrap: int = 3,
     title: str = "",
     labels: Mapping[str, str] | None = None,
     **axes_settings: Any,
 ) -> None:
     """Means of measures over a column, a line for every configuration.
 
-    With one measure, panels fill rows of `wrap`; with several, each measure has a row of panels. A
+    With one measure, panels fill rows of three; with several, each measure has a row of panels. A
     panel in which x has one value shows a point for every line instead.
 
     Args:
@@ -55,7 +54,7 @@ def lines(
         axes_settings: of every panel, as for `Axes.set`.
     """
     panels = values(rows, panel) if panel else [""]
-    across = len(panels) if len(measures) > 1 else min(wrap, len(panels))
+    across = len(panels) if len(measures) > 1 else min(3, len(panels))
     down = -(-len(panels) * len(measures) // across)
     with saved_figure(path, max(4.0 * across, 7), 3.2 * down + 1) as figure:
         sharing = {"sharex": True, "sharey": "row"} if len(measures) > 1 else {}
@@ -96,22 +95,19 @@ def bars(
     x: str,
     panel: str,
     measure: str,
-    bar: str = "configuration",
     title: str = "",
 ) -> None:
-    """Bars from 0 with lines from `measure`_low to `measure`_high; a row of axes for each panel.
-
-    Args:
-        x, panel, bar: columns.
+    """Bars of configurations from 0, with lines from `measure`_low to `measure`_high; a row of axes
+    for each panel. `x` and `panel` are columns.
     """
-    panels, places, names = (values(rows, column) for column in (panel, x, bar))
+    panels, places, names = (values(rows, column) for column in (panel, x, "configuration"))
     width = 0.8 / len(names)
     shown: dict[Any, Any] = {}
     with saved_figure(path, 10, 2.5 * len(panels) + 1.5) as figure:
         flat = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, name in zip(flat, panels, strict=True):
             for i, each in enumerate(names):
-                own = [row for row in rows if (row[panel], row[bar]) == (name, each)]
+                own = [row for row in rows if (row[panel], row["configuration"]) == (name, each)]
                 middle, low, high = (
                     [float(row[f"{measure}{end}"]) for row in own] for end in ("", "_low", "_high")
                 )

@@ -15,8 +15,8 @@ from vllm_hsd.kernels.sample_row import sample_row
 class Drafts:
     """``batch`` drafts of ``n`` tokens, drawn from their rows by ``sample_row``.
 
-    Target logits are independent normal numbers times ``scale``, the draft's are the target's plus
-    ``noise`` times normal numbers.
+    Target logits are independent normal numbers times 4 in bfloat16, the draft's are the target's
+    plus ``noise`` times normal numbers.
     """
 
     target: torch.Tensor  # [batch * (n + 1), V]
@@ -36,16 +36,13 @@ class Drafts:
         temperature: float,
         *,
         noise: float,
-        scale: float = 4.0,
         device: str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
     ) -> "Drafts":
-        target = torch.empty(batch, n + 1, vocabulary, device=device, dtype=dtype)
-        draft = torch.empty(batch, n, vocabulary, device=device, dtype=dtype)
+        target = torch.empty(batch, n + 1, vocabulary, device=device, dtype=torch.bfloat16)
+        draft = torch.empty_like(target[:, 1:])
         for i in range(batch):
-            target[i] = (scale * torch.randn(n + 1, vocabulary, device=device)).to(dtype)
-            near = target[i, :n].float() + noise * torch.randn(n, vocabulary, device=device)
-            draft[i] = near.to(dtype)
+            target[i] = 4 * torch.randn(n + 1, vocabulary, device=device)
+            draft[i] = target[i, :n].float() + noise * torch.randn(n, vocabulary, device=device)
         seeds = torch.randint(2**62, (batch,), device=device)
         draws = torch.arange(n, device=device).repeat(batch)
         draft = draft.flatten(0, 1)

@@ -34,7 +34,7 @@ def figures(
         plain: answers without speculation to the same prompts.
     """
     levels = _totals(generations)
-    accepted, generated = sum(each.accepted for each in generations), _generated(generations)
+    accepted, generated = sum(each.accepted for each in generations), generated_tokens(generations)
     tokens = sum(each.num_tokens for each in generations)
     steps = sum(each.num_target_steps for each in generations)
     found = dict.fromkeys(FIGURES) | {
@@ -51,11 +51,6 @@ def figures(
         step = _decoding_seconds(plain) / (sum(e.num_tokens for e in plain) - _requests(plain))
         found["swi"] = (tokens - requests) * step / ((steps - requests) * step + drafting)
     return found
-
-
-def generated_tokens(generations: Sequence[Generation]) -> int:
-    """Tokens that all drafters of a cascade generated, each counted once; 0 without levels."""
-    return int(_generated(generations)) if any(each.levels for each in generations) else 0
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -127,7 +122,8 @@ _COUNTED = ("drafted", "accepted", "seconds", "branches", "branch_tokens", "bran
             "followed_tokens")  # fmt: skip
 
 
-def _generated(generations: Sequence[Generation]) -> float:
+def generated_tokens(generations: Sequence[Generation]) -> float:
+    """Tokens that all drafters generated, each counted once."""
     levels = _totals(generations)
     accepted = sum(each.accepted for each in generations)
     if not levels:
