@@ -220,12 +220,6 @@ class ModelSet:
             and (own is None or (depth := self.layers(other)) is None or depth < own)
         ]
 
-    def size(self, model: int) -> int:
-        """Parameters that a forward of a model uses; 0 for tables and lookups."""
-        found = self.models[model]
-        found = found.head if isinstance(found, HeadDrafter) else found
-        return sum(p.numel() for p in found.parameters()) if isinstance(found, nn.Module) else 0
-
     @torch.inference_mode()
     def logits(self, tokens: Tensor, first: int, models: Sequence[int]) -> dict[int, Tensor]:
         """Logits of some models on the same texts; exits come from one pass of the target.
