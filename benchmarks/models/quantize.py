@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.models.gguf import made_once
+
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -54,21 +56,17 @@ def quantized_copy(
         quantized: (name, weight [outputs, inputs]) -> the tensors in its place.
         described: its `quantization_config`; None for none.
     """
-    source, out = Path(source), Path(out)
-    if out.exists():
-        return out
-    # Built next to its final place, so that an interrupted run leaves no half model there.
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(source, part)
-    stored: dict[str, torch.Tensor] = {}
-    for name, value in load_file(part / "model.safetensors").items():
-        linear = name.endswith("_proj.weight")
-        stored |= quantized(name.removesuffix(".weight"), value) if linear else {name: value}
-    save_file(stored, part / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((part / "config.json").read_text())
-    if described is not None:
-        config["quantization_config"] = described
-    (part / "config.json").write_text(json.dumps(config))
-    part.rename(out)
-    return out
+
+    def make(part: Path) -> None:
+        shutil.copytree(source, part)
+        stored: dict[str, torch.Tensor] = {}
+        for name, value in load_file(part / "model.safetensors").items():
+            linear = name.endswith("_proj.weight")
+            stored |= quantized(name.removesuffix(".weight"), value) if linear else {name: value}
+        save_file(stored, part / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((part / "config.json").read_text())
+        if described is not None:
+            config["quantization_config"] = described
+        (part / "config.json").write_text(json.dumps(config))
+
+    return made_once(Path(out), make)

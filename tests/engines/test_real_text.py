@@ -13,6 +13,7 @@ from support.engines import differing, run_engine
 from support.openai_server import running_server
 
 from benchmarks.models import smollm2
+from benchmarks.models.quantize import int8_copy
 from benchmarks.studies.configs import EAGLE3, NGRAM, SUFFIX, fixed
 
 pytestmark = [
@@ -67,7 +68,7 @@ NAMES = (
 
 
 def configurations() -> dict[str, dict]:
-    copy = {"model": str(smollm2.int8())}
+    copy = {"model": str(int8_copy(smollm2.smollm2()))}
     return {
         "suffix": fixed(SUFFIX),
         "sources": fixed({"sources": [NGRAM, SUFFIX]}),
