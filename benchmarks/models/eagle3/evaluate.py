@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,37 +77,6 @@ def evaluate(
     return {k: round(v, 4) for k, v in figures.items()}
 
 
-class Inputs(NamedTuple):
-    """Arguments of `evaluate`."""
-
-    head: Head
-    embedding: Tensor
-    rows: Tensor
-    chats: list[Features]
-    picked: Tensor
-
-
-def read_inputs(work: Path, head: Path, target: Path | None = None) -> Inputs:
-    """Of a head and the held-out chats.
-
-    Args:
-        work: directory of shards.
-        head: directory.
-        target: transformers directory; SmolLM2 if left out.
-    """
-    names = shard_names(work / "features")
-    stored = shard(work / "features" / names[0]).layers
-    loaded = load_head(head)
-    model = AutoModelForCausalLM.from_pretrained(target or smollm2(), dtype=FAST_DTYPE)
-    return Inputs(
-        loaded,
-        model.model.embed_tokens.weight.detach(),
-        model.lm_head.weight.detach()[loaded.draft_tokens],
-        held_out_chats(work / "features", names),
-        torch.tensor([stored.index(i) for i in loaded.shape.layers]),
-    )
-
-
 def plot_curve(path: Path) -> None:
     """Draws the evaluations of a training run, `path` (CSV), next to it as PNG."""
     with path.open() as file:
@@ -140,9 +108,19 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    inputs = read_inputs(args.work, args.head, args.target)
-    chats = inputs.chats
-    figures = evaluate(*inputs)
+    shards = args.work / "features"
+    names = shard_names(shards)
+    stored = shard(shards / names[0]).layers
+    head = load_head(args.head)
+    model = AutoModelForCausalLM.from_pretrained(args.target or smollm2(), dtype=FAST_DTYPE)
+    chats = held_out_chats(shards, names)
+    figures = evaluate(
+        head,
+        model.model.embed_tokens.weight.detach(),
+        model.lm_head.weight.detach()[head.draft_tokens],
+        chats,
+        torch.tensor([stored.index(i) for i in head.shape.layers]),
+    )
     with (args.output / "evaluation.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["draft_token", "agreement", "overlap"])
