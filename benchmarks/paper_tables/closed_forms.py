@@ -1,7 +1,7 @@
 """Closed forms of the speculative decoding literature, of rates, draft lengths and costs.
 
-A rate is the probability that one drafted token is accepted (1 - total variation), costs are in
-any one unit of time.
+A rate is the probability that one drafted token is accepted (1 - total variation: Leviathan et al.
+(2023), Corollary 3.6), costs are in any one unit of time.
 """
 
 from __future__ import annotations
@@ -9,19 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-
-def acceptance_rate(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
-    """P(a token drawn from q is accepted by p) = 1 - TV(p, q) = sum_v min(p(v), q(v)).
-
-    Args:
-        p, q: distributions over the vocabulary, [..., V], in either order (the rate is symmetric).
-
-    Source: Leviathan et al. (2023), Corollary 3.6.
-    """
-    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
-    return 1.0 - 0.5 * np.abs(p - q).sum(-1)
 
 
 def expected_tokens(rate: float, draft_tokens: int) -> float:
@@ -70,17 +57,6 @@ def cascade_latency(
             time + costs[i]
         )
     return float((time + costs[-1]) / expected_tokens(rates[-1], draft_lengths[-1]))
-
-
-def speculation_speedup(rate: float, draft_tokens: int, cost_ratio: float) -> float:
-    """Expected wall-time improvement of one draft model over none.
-
-    Args:
-        cost_ratio: time of a draft step over time of a target step.
-
-    Source: Leviathan et al. (2023), Theorem 3.8.
-    """
-    return expected_tokens(rate, draft_tokens) / (1.0 + draft_tokens * cost_ratio)
 
 
 def interleaved_tokens(alpha: float, beta: float, m: int, n: int) -> float:

@@ -1,7 +1,7 @@
 """The hierarchy problem exactly as "Fast Inference via Hierarchical Speculative Decoding" poses it.
 
 Independent acceptance with one rate per pair, one cost per model, and rounds that may overshoot;
-with an exhaustive search to check the dynamic program of `vllm_hsd.tools.planner.optimize` against.
+with all its cascades, to check the dynamic program of `vllm_hsd.tools.planner.optimize` against.
 """
 
 from __future__ import annotations
@@ -10,28 +10,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from benchmarks.paper_tables.closed_forms import cascade_latency
-from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner.optimize import Graph, build_graph
-from vllm_hsd.tools.planner.predict import Selection
 from vllm_hsd.tools.planner.profile import check_rates
 from vllm_hsd.tools.planner.survival import Acceptance, independent_survival
-
-Floats = NDArray[np.float64]
-
-
-def check_costs(costs: ArrayLike) -> Floats:
-    """The costs as float64 [M + 1], target last.
-
-    Raises:
-        UserError: a cost that is not finite, zero or negative; names the model.
-    """
-    costs = np.asarray(costs, dtype=np.float64)
-    for i in np.flatnonzero(~(np.isfinite(costs) & (costs > 0))):
-        raise UserError(f"the cost of model {i} is {costs[i]:g}: it must be above 0.")
-    return costs
 
 
 def paper_graph(costs: ArrayLike, rates: ArrayLike, max_tokens: int) -> Graph:
@@ -45,9 +28,9 @@ def paper_graph(costs: ArrayLike, rates: ArrayLike, max_tokens: int) -> Graph:
     Raises:
         UserError: impossible costs or rates.
     """
-    costs, rates = check_costs(costs), check_rates(rates)
+    costs = np.asarray(costs, dtype=np.float64)
     verify = np.repeat(costs[:, None], max_tokens + 1, axis=1)
-    acceptance = Acceptance(independent_survival(rates, max_tokens))
+    acceptance = Acceptance(independent_survival(check_rates(rates), max_tokens))
     return build_graph(costs[:-1], verify, float(costs[-1]), acceptance, capped=False)
 
 
@@ -69,21 +52,3 @@ def all_cascades(models: int, max_tokens: int) -> Iterator[tuple[tuple[int, ...]
         for levels in itertools.combinations(range(models), depth):
             for lengths in itertools.combinations_with_replacement(range(1, max_tokens + 1), depth):
                 yield levels, lengths
-
-
-def brute_force(
-    costs: ArrayLike, rates: ArrayLike, max_tokens: int, k: int = 1
-) -> list[tuple[Selection, float]]:
-    """The k cheapest cascades by evaluating Corollary 3.1 for each of the 2^M * T^M.
-
-    Arguments as for `paper_graph`.
-    """
-    costs, rates = check_costs(costs), check_rates(rates)
-    target = len(costs) - 1
-    found = []
-    for levels, lengths in all_cascades(target, max_tokens):
-        chain = [*levels, target]
-        pairs = [rates[below, above] for below, above in itertools.pairwise(chain)]
-        cost = cascade_latency(costs[chain], pairs, lengths)
-        found.append((Selection(levels, lengths), cost))
-    return sorted(found, key=lambda item: item[1])[:k]

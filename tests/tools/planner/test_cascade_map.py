@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.paper_tables.closed_forms import expected_tokens, speculation_speedup
+from benchmarks.paper_tables.closed_forms import cascade_latency, expected_tokens
 from benchmarks.planner import cascade_map
 from benchmarks.planner.two_levels import Drafters, best, small_at_target
 from vllm_hsd.tools.planner.predict import Selection, predict
@@ -13,7 +13,7 @@ def test_the_best_single_drafter_is_leviathans():
     """Where the small model is never accepted, only the mid one counts: Theorem 3.8."""
     for cost, rate in ((0.05, 0.9), (0.2, 0.8), (0.4, 0.6)):
         found = best(Drafters(cost, 0.5, rate, 0.0, 0.0), max_draft=16)
-        speedups = [speculation_speedup(rate, n, cost) for n in range(1, 17)]
+        speedups = [1 / cascade_latency([cost, 1], [rate], [n]) for n in range(1, 17)]
         assert found.single_speedup == pytest.approx(max(speedups))
         assert found.single == Selection((1,), (int(np.argmax(speedups)) + 1,))
         # The cascade pays for drafts that bring nothing.
@@ -52,9 +52,8 @@ def test_the_third_rate_obeys_the_triangle_inequality(share):
 def test_costs_and_rates_of_a_papers_run_are_recovered():
     rate, drafted, cost = 0.8, 6, 0.1
     tokens = expected_tokens(rate, drafted)
-    found = cascade_map.single_drafter(
-        1 / tokens, 1 - (tokens - 1) / drafted, speculation_speedup(rate, drafted, cost)
-    )
+    speedup = 1 / cascade_latency([cost, 1], [rate], [drafted])
+    found = cascade_map.single_drafter(1 / tokens, 1 - (tokens - 1) / drafted, speedup)
     assert found == pytest.approx((cost, rate))
 
 

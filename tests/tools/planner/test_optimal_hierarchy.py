@@ -21,7 +21,14 @@ def random_instance(seed, models):
         probs.append(0.6 * probs[-1] + 0.4 * rng.dirichlet(np.ones(6)))
     probs = np.stack(probs)
     costs = np.sort(np.exp(rng.uniform(-4, 2, size=models + 1)))
-    return costs, closed_forms.acceptance_rate(probs[:, None], probs[None])
+    return costs, np.minimum(probs[:, None], probs[None]).sum(-1)
+
+
+def latency(costs, rates, levels, draft_lengths):
+    """Corollary 3.1."""
+    chain = [*levels, len(costs) - 1]
+    pairs = [rates[below, above] for below, above in itertools.pairwise(chain)]
+    return closed_forms.cascade_latency(costs[chain], pairs, draft_lengths)
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,16 +37,15 @@ def test_k_best_equal_brute_force(seed, models, max_tokens, k):
     costs, rates = random_instance(seed, models)
     graph = paper_instance.paper_graph(costs, rates, max_tokens)
     found = optimize.solve(graph, k=k)
-    expected = paper_instance.brute_force(costs, rates, max_tokens, k=k)
-    assert found[0][1] == pytest.approx(expected[0][1], rel=1e-12)
-    assert [c for _, c in found] == pytest.approx([c for _, c in expected], rel=1e-9)
+    cascades = paper_instance.all_cascades(models, max_tokens)
+    expected = sorted(latency(costs, rates, *cascade) for cascade in cascades)[:k]
+    assert found[0][1] == pytest.approx(expected[0], rel=1e-12)
+    assert [c for _, c in found] == pytest.approx(expected, rel=1e-9)
     assert len({selection for selection, _ in found}) == len(found)
     for selection, cost in found:
         of_graph = paper_instance.selection_cost(graph, selection.levels, selection.draft_lengths)
         assert of_graph == pytest.approx(cost)
-        pairs = [*selection.levels, models]
-        chain = [rates[a, b] for a, b in itertools.pairwise(pairs)]
-        closed = closed_forms.cascade_latency(costs[pairs], chain, selection.draft_lengths)
+        closed = latency(costs, rates, selection.levels, selection.draft_lengths)
         assert closed == pytest.approx(cost)
 
 
