@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import plot, sweep
 from benchmarks.columns import Table, chosen, times
 from benchmarks.common import RESULTS, commit
-from benchmarks.studies.configs import fixed, levels, missing
+from benchmarks.studies.configs import NGRAM, SUFFIX, fixed
 from benchmarks.studies.demo import read_prompts
 from benchmarks.studies.streams import Served, serve
 from benchmarks.sweep import Sweep
@@ -30,13 +30,10 @@ ROUNDS, FEWEST = 2, 6
 
 def configurations() -> dict[str, dict[str, Any] | None]:
     """The best lookup with fixed drafts; the same, and all lookups, adaptive."""
-    lookups = [level for level in levels() if "eagle3" not in level]
-    lookup = lookups[-1]
-    kind = next(iter(lookup))
     return {
-        f"{kind}, fixed": fixed(lookup),
-        f"{kind}, adaptive": fixed(lookup, adaptive=True),
-        "all sources, adaptive": fixed({"sources": lookups}, adaptive=True),
+        "suffix, fixed": fixed(SUFFIX),
+        "suffix, adaptive": fixed(SUFFIX, adaptive=True),
+        "all sources, adaptive": fixed({"sources": [NGRAM, SUFFIX]}, adaptive=True),
         "no speculation, again": None,
     }
 
@@ -97,8 +94,6 @@ def main() -> int:
         sampling["seed"] = options.seed
         # On a CPU vLLM 0.32 cannot cut the prompt of a seeded request without speculation.
         engine["max_num_batched_tokens"] = 16384
-    for line in missing():
-        print(line)
     prompts = [
         [{"role": "user", "content": text}]
         for texts in zip(*read_prompts().values(), strict=True)

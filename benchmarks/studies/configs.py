@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import MODELS, REPOSITORY
-from vllm_hsd.levels.any_kind import level_name
 
 DRAFT_LENGTH = 8
 NGRAM: dict[str, Any] = {"ngram": {"max": 4}}
@@ -44,36 +43,16 @@ def vllms_own() -> dict[str, dict[str, Any]]:
     lookup = {"method": "ngram", "num_speculative_tokens": DRAFT_LENGTH, "prompt_lookup_max": 4}
     head = {"method": "eagle3", "model": os.path.relpath(HEAD), "num_speculative_tokens": 3}
     found = {"vLLM's ngram": lookup}
-    return {**found, "vLLM's eagle3": head} if _has_head() else found
+    return {**found, "vLLM's eagle3": head} if has_head() else found
 
 
 def ours() -> dict[str, dict[str, Any]]:
     """The best lookup, and all sources in one level, as they are without further keys."""
-    alone = [level for level in levels() if level != NGRAM] or levels()
-    found = {level_name(alone[0]): fixed(alone[0], adaptive=True)}
-    if len(alone) > 1:
-        found["+".join(map(level_name, alone))] = fixed({"sources": alone}, adaptive=True)
-    return found
+    found = {"suffix": fixed(SUFFIX, adaptive=True)}
+    together = fixed({"sources": [SUFFIX, EAGLE3]}, adaptive=True)
+    return {**found, "suffix+eagle3": together} if has_head() else found
 
 
-def levels() -> list[dict[str, Any]]:
-    """The level of every source that this installation has."""
-    return [NGRAM] + [SUFFIX] * _has_suffix() + [EAGLE3] * _has_head()
-
-
-def missing() -> list[str]:
-    """One sentence for every source that this installation does not have."""
-    sentences = []
-    if not _has_suffix():
-        sentences.append("No suffix lookup: its store is missing.")
-    if not _has_head():
-        sentences.append(f"No EAGLE-3 head: {os.path.relpath(HEAD)} is not there.")
-    return sentences
-
-
-def _has_suffix() -> bool:
-    return STORE.is_file()
-
-
-def _has_head() -> bool:
+def has_head() -> bool:
+    """Whether this installation has the EAGLE-3 head."""
     return (HEAD / "config.json").is_file()

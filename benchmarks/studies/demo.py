@@ -25,7 +25,7 @@ from rich.text import Text
 
 from benchmarks import columns, plot, sweep
 from benchmarks.common import RESULTS, commit
-from benchmarks.studies.configs import missing, ours, vllms_own
+from benchmarks.studies.configs import HEAD, has_head, ours, vllms_own
 from benchmarks.sweep import PLAIN, Cell, Config, Sweep
 from vllm_hsd.tools.cli import bench_quality, bench_report
 from vllm_hsd.tools.cli.bench_jobs import Results
@@ -288,8 +288,8 @@ def run(
 
 def main() -> int:
     chosen = options(__doc__, RESULTS / "demo", 7.0).parse_args()
-    for line in missing():
-        print(line)
+    if not has_head():
+        print(f"No EAGLE-3 head: {os.path.relpath(HEAD)} is not there.")
     return run(chosen, {**vllms_own(), **ours()}, "demo", "SmolLM2-135M-Instruct")
 
 
