@@ -1,11 +1,10 @@
-"""Paths, prompts and CSV files that the benchmarks share.
+"""Paths, options and CSV files that the benchmarks share.
 
 Run a benchmark from the root of the repository, for example `python -m benchmarks.studies.demo`.
 """
 
 import argparse
 import csv
-import json
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,22 +13,6 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODELS = REPOSITORY / "benchmarks" / "models"
 RESULTS = REPOSITORY / "results"
-# Arguments of `vllm.LLM` for engines on the tiny family. bfloat16 ends with an illegal instruction
-# on some virtual machines; prefix caching would make a repeated prompt cheaper.
-ENGINE_ARGS: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 16,
-    "kv_cache_memory_bytes": 1 << 28,
-    "enable_prefix_caching": False,
-}
-
-
-def prompts(count: int | None = None) -> list[str]:
-    """The first prompts (default all) that come with the tiny family."""
-    lines = (MODELS / "prompts.jsonl").read_text().splitlines()
-    return [json.loads(line)["prompt"] for line in lines[:count]]
 
 
 def options(description: str, output: Path) -> argparse.ArgumentParser:

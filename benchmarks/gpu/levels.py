@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import MODELS, prompts
+from benchmarks.common import MODELS
 from benchmarks.gpu import engines
 from benchmarks.gpu.items import PART_SECONDS, Finding, Setting
 from benchmarks.gpu.same_text import PROMPTS, TOKENS, TOY_PROMPTS, TOY_TOKENS, Plain
+from vllm_hsd.tools.planner.prompts import read_prompts
 
 STORE = str(MODELS / "library.safetensors")
 
@@ -54,7 +55,7 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY, store: str = ST
     """
     engines.require_vllm()
     count, tokens = (TOY_PROMPTS, TOY_TOKENS) if setting.toy else (PROMPTS, TOKENS)
-    asked = prompts(count)
+    asked = read_prompts(MODELS / "prompts.jsonl")[:count]
     greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     arguments = engines.TINY_ARGS | {"model": family["target"]}
     lines, waiting = [], []

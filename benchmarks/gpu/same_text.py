@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import prompts
+from benchmarks.common import MODELS
 from benchmarks.gpu import engines
 from benchmarks.gpu.items import PART_SECONDS, Finding, Setting
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.cli.greedy import gaps_of_target
 from vllm_hsd.tools.engine import EngineProcess, Generation
+from vllm_hsd.tools.planner.prompts import read_prompts
 
 # Largest gap of a near tie, in nats.
 LARGEST_GAP = 0.02
@@ -59,7 +60,7 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
     """
     engines.require_vllm()
     count, tokens = (TOY_PROMPTS, TOY_TOKENS) if setting.toy else (PROMPTS, TOKENS)
-    asked = prompts(count)
+    asked = read_prompts(MODELS / "prompts.jsonl")[:count]
     greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     sampled = greedy | {"temperature": 0.8}
     seeded = [sampled | {"seed": i} for i in range(count)]

@@ -10,7 +10,7 @@ from support.engines import ENVIRONMENT
 from support.table_drafters import tables
 from support.table_runner import TableRunner
 
-from benchmarks.common import prompts
+from benchmarks.common import MODELS
 from benchmarks.gpu import (
     boot,
     defaults,
@@ -28,6 +28,7 @@ from benchmarks.gpu.items import Setting
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.tools.audit import tiny_models
 from vllm_hsd.tools.engine import EngineProcess
+from vllm_hsd.tools.planner.prompts import read_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -80,7 +81,8 @@ def test_same_text(setting, text_family):
 @pytest.mark.slow
 def test_levels(setting, text_family, tmp_path):
     tokenizer, store = tiny_models.byte_tokenizer(), str(tmp_path / "store.safetensors")
-    texts = [np.array(tokenizer.encode(text), dtype=np.int32) for text in prompts(4)]
+    texts = read_prompts(MODELS / "prompts.jsonl")[:4]
+    texts = [np.array(tokenizer.encode(text), dtype=np.int32) for text in texts]
     write_store(collect_texts(texts, len(tokenizer)), store)
     # Blocks have 128 tokens on a CPU, and each row has some of its own.
     longer = replace(setting, engine_args={**setting.engine_args, "max_model_len": 512})
