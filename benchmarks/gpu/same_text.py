@@ -164,51 +164,39 @@ class Plain(contextlib.AbstractContextManager):
         return seconds if self.process is not None else 2 * seconds
 
     def greedy_line(self, name: str, got: Generation) -> str:
-        """What `greedy_line` says of texts, over those of this engine, which then starts."""
+        """What an engine's greedy texts are, next to those of this engine, which then starts.
+
+        Args:
+            name: of its configuration.
+
+        Raises:
+            pytest.fail.Exception: they differ where the target's two best logits do not nearly tie.
+        """
         if self.process is None:
             self.process = self.stack.enter_context(self.made())
             self.expected = self.process.generate(self.asked, self.params)
             self.ids = self.process.call(prompt_ids, self.asked)
-        return greedy_line(name, self.ids, self.expected, got, self.process)
-
-
-def greedy_line(
-    name: str,
-    asked: list[list[int]],
-    expected: Generation,
-    got: Generation,
-    plain: EngineProcess,
-) -> str:
-    """What an engine's greedy texts are, next to those of no speculation.
-
-    Args:
-        name: of its configuration.
-        asked: token ids of the prompts.
-        expected, got: answers without speculation, and of the engine.
-        plain: the engine without speculation.
-
-    Raises:
-        pytest.fail.Exception: they differ where the target's two best logits do not nearly tie.
-    """
-    places = []
-    for prompt, theirs, ours in zip(asked, expected.token_ids, got.token_ids, strict=True):
-        if len(theirs) != len(ours):
-            pytest.fail(f"{name}: {len(ours)} tokens in place of {len(theirs)}.")
-        at = next((i for i, token in enumerate(theirs) if token != ours[i]), None)
-        if at is not None:
-            places.append(((*prompt, *theirs[:at]), theirs[at], ours[at]))
-    if not places:
-        return f"{name}: greedy text equals that of no speculation, {len(asked)} prompts."
-    gaps = plain.call(gaps_of_target, places)
-    if max(gaps) > LARGEST_GAP:
-        pytest.fail(
-            f"{name}: {len(places)} of {len(asked)} greedy texts differ, where the target's "
-            f"logits are up to {max(gaps):.3g} nats apart (bound {LARGEST_GAP:g})."
+        places = []
+        texts = zip(self.ids, self.expected.token_ids, got.token_ids, strict=True)
+        for prompt, theirs, ours in texts:
+            if len(theirs) != len(ours):
+                pytest.fail(f"{name}: {len(ours)} tokens in place of {len(theirs)}.")
+            at = next((i for i, token in enumerate(theirs) if token != ours[i]), None)
+            if at is not None:
+                places.append(((*prompt, *theirs[:at]), theirs[at], ours[at]))
+        count = len(self.asked)
+        if not places:
+            return f"{name}: greedy text equals that of no speculation, {count} prompts."
+        gaps = self.process.call(gaps_of_target, places)
+        if max(gaps) > LARGEST_GAP:
+            pytest.fail(
+                f"{name}: {len(places)} of {count} greedy texts differ, where the target's "
+                f"logits are up to {max(gaps):.3g} nats apart (bound {LARGEST_GAP:g})."
+            )
+        return (
+            f"{name}: {len(places)} of {count} greedy texts part at near ties, the largest "
+            f"gap {max(gaps):.2g} nats."
         )
-    return (
-        f"{name}: {len(places)} of {len(asked)} greedy texts part at near ties, the largest "
-        f"gap {max(gaps):.2g} nats."
-    )
 
 
 def prompt_ids(llm: Any, texts: list[str]) -> list[list[int]]:
