@@ -139,17 +139,19 @@ def counts(answers: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
-def means(rows: Sequence[Mapping[str, Any]], measure: str, across: str) -> Iterator[str]:
-    """A Markdown table for every group: a measure by configuration and column, mean of the sets."""
+def means(rows: Sequence[Mapping[str, Any]], measure: str) -> Iterator[str]:
+    """A Markdown table for every group: a measure by configuration and temperature, mean of the
+    sets."""
     for group in dict.fromkeys(row["group"] for row in rows):
         own = [row for row in rows if row["group"] == group]
-        columns = sorted({row[across] for row in own}, key=float)
+        columns = sorted({row["temperature"] for row in own}, key=float)
         yield f"\n{group}, {measure}, mean of {len({row['set'] for row in own})} sets\n"
         yield f"| configuration | {' | '.join(f'{float(each):g}' for each in columns)} |"
         yield "| --- |" + " --- |" * len(columns)
         for name in dict.fromkeys(row["configuration"] for row in own):
+            mine = [row for row in own if row["configuration"] == name]
             found = (
-                [float(r[measure]) for r in own if (r["configuration"], r[across]) == (name, each)]
+                [float(row[measure]) for row in mine if row["temperature"] == each]
                 for each in columns
             )
             yield f"| {name} | {' | '.join(f'{statistics.fmean(v):.2f}' for v in found)} |"

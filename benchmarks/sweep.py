@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, plot
-from benchmarks.columns import Table, chosen, counts, interval, latencies, means, times
+from benchmarks import common
+from benchmarks.columns import Table, chosen, counts, interval, latencies, times
 from benchmarks.models.smollm2 import smollm2
 from vllm_hsd.tools.cli import bench, bench_quality, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
@@ -27,7 +27,6 @@ from vllm_hsd.tools.planner.public_sets import EAGLE_SETS
 
 PLAIN = "no speculation"
 Config = dict[str, Any] | None
-MEASURES = {"tokens_per_step": "tokens per target step", "speedup": "speed-up"}
 
 
 @dataclass
@@ -311,27 +310,3 @@ def fill(
                 where = ", ".join(f"{name} {value}" for name, value in cell.key.items() if value)
                 progress(f"{where}: best {best['configuration']}, {best['speedup']:.2f} times")
     return faults
-
-
-def study(name: str, groups: Sequence[Group], chosen: argparse.Namespace, **engines: Any) -> int:
-    """Measure groups over sets of prompts, print means of the sets and draw them by temperature.
-
-    Args:
-        name: of the files.
-        chosen: values of `options`.
-        engines: see `fill`.
-
-    Returns:
-        1 if greedy answers differ, else 0.
-    """
-    prompts, found = read_sets(chosen.prompts, chosen.num_prompts)
-    table = Table(chosen.output / f"{name}.csv")
-    faults = fill(table, groups, chosen, prompts, found, **engines)
-    rows = [row for row in table.rows if row["configuration"] != PLAIN]
-    for measure in MEASURES:
-        print(*means(rows, measure, "temperature"), sep="\n")
-    title = f"{rows[0]['dtype']}, {rows[0]['machine']}; means of the sets"
-    figure = table.path.with_suffix(".png")
-    plot.lines(rows, figure, x="temperature", measures=MEASURES, panel="group", title=title)
-    print(f"\nWritten: {table.path}, {figure}", *faults, sep="\n")
-    return 1 if faults else 0

@@ -14,14 +14,16 @@ one was stopped.
 import os
 from typing import Any
 
-from benchmarks import sweep
+from benchmarks import plot, sweep
+from benchmarks.columns import Table, means
 from benchmarks.common import RESULTS
 from benchmarks.models.quantize import int8_copy
 from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies.configs import fixed
-from benchmarks.sweep import Config, Group
+from benchmarks.sweep import PLAIN, Config, Group
 
+MEASURES = {"tokens_per_step": "tokens per target step", "speedup": "speed-up"}
 # Engines that do not share their levels, as many as fit in memory together.
 DRAFTS = (4, 1), (11, 2)
 WAYS = ("dynamic windows", "both"), ("self-verify", "pre-verify"), ("standard",)
@@ -90,13 +92,25 @@ def main() -> int:
     options = parser.parse_args()
     options.model = os.path.relpath(qwen_coder("1.5B"))
     found = groups()
-    return sweep.study(
-        "papers",
+    prompts, sets = sweep.read_sets(options.prompts, options.num_prompts)
+    table = Table(options.output / "papers.csv")
+    faults = sweep.fill(
+        table,
         [found[name] for name in options.groups or found],
         options,
+        prompts,
+        sets,
         engines_class=SharedEngines,
         kv_cache_memory_bytes=1 << 29,
     )
+    rows = [row for row in table.rows if row["configuration"] != PLAIN]
+    for measure in MEASURES:
+        print(*means(rows, measure), sep="\n")
+    title = f"{rows[0]['dtype']}, {rows[0]['machine']}; means of the sets"
+    figure = table.path.with_suffix(".png")
+    plot.lines(rows, figure, x="temperature", measures=MEASURES, panel="group", title=title)
+    print(f"\nWritten: {table.path}, {figure}", *faults, sep="\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -211,10 +211,9 @@ def test_a_study_hosts_its_engines_and_draws_its_groups(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sweep, "started", started)
     monkeypatch.setattr(sweep, "read_sets", lambda *_: (list("wxyz"), SETS))
-    chosen = argparse.Namespace(prompts=tmp_path, num_prompts=2, output=tmp_path)
     group = papers.groups()["levels"]
-    keys = {"engines_class": shared_engines.SharedEngines}
-    assert sweep.study("papers", [group], chosen, **keys) == 0
+    monkeypatch.setattr("sys.argv", ["papers", "--groups", "levels", "--output", str(tmp_path)])
+    assert papers.main() == 0
     assert hosted["engines_class"] is shared_engines.SharedEngines
     rows = Table(tmp_path / "papers.csv").rows
     assert {row["set"] for row in rows} == set(SETS) and len(rows) == 2 * (1 + len(group.configs))
