@@ -135,10 +135,6 @@ class Setting:
         """A log file for a process of the item."""
         return self.output / "logs" / f"{name}.log"
 
-    def time_left(self) -> float:
-        """Seconds."""
-        return self.ends - time.time()
-
     def part(
         self, name: str, make: Callable[[], dict[str, Any]], seconds: float = PART_SECONDS
     ) -> dict[str, Any] | None:
@@ -158,7 +154,7 @@ class Setting:
                 return kept["found"]
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        if self.time_left() < seconds:
+        if self.ends - time.time() < seconds:
             return None
         found = make()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -121,11 +121,8 @@ def texts(
     steps = 0
     before, after = FAULTS.get(fault or "", (None, None))
     generator = torch.Generator(device).manual_seed(2)
-    biased = fault == HOTTER_DRAFTS
-    hotter = mock.patch.object(program_module, "sample_row", _hotter) if biased else None
-    if hotter is not None:
-        hotter.start()
-    try:
+    draw = _hotter if fault == HOTTER_DRAFTS else sample_row
+    with mock.patch.object(program_module, "sample_row", draw):
         while int(length.min()) < prompt + wanted:
             cascade_steps.stage(
                 state,
@@ -180,9 +177,6 @@ def texts(
             at = (length[:, None] + columns[None]).long()
             text.scatter_(1, at, torch.where(keep, step.token_ids.int(), text.gather(1, at)))
             length += emitted
-    finally:
-        if hotter is not None:
-            hotter.stop()
     rate = float((length - prompt).sum()) / (steps * batch)
     places = []
     for b in range(batch):

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import plot, results, shared_engines, sweep
 from benchmarks.columns import COLUMNS, Table
-from benchmarks.studies import demo, papers, request_keys
+from benchmarks.studies import demo, entropies, papers, request_keys
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import PLAIN, Group, Sweep
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
@@ -266,3 +266,18 @@ def test_a_file_before_an_edit_has_another_name_and_other_lines():
         lines = text.split("\n")
         assert "word" not in text and len(lines) == 40
         assert len(set(lines) - {f"    token = {i}" for i in range(40)}) == 1
+
+
+def test_verdicts_are_drawn_and_averaged(tmp_path):
+    rows = [
+        {
+            "way": way, "temperature": 0.0, "question": 0, "category": "math", "turn": turn,
+            "drafted": 2, "accepted": turn - 1, "entropy_accepted": 0.5,
+            "entropy_rejected": float("nan"),
+        }
+        for way in entropies.WAYS
+        for turn in (1, 2)
+    ]  # fmt: skip
+    entropies.draw(rows, tmp_path / "entropies.png")
+    assert (tmp_path / "entropies.png").read_bytes().startswith(b"\x89PNG")
+    assert list(entropies.summary(rows, "turn"))[2] == f"| {entropies.WAYS[0]}, 0 | 1.00 | 2.00 |"
