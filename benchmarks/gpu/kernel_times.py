@@ -4,11 +4,15 @@ Every case is checked before it is timed: on the device against the reference, a
 replayed from a CUDA graph. Times are medians of cold-cache runs (L2 is overwritten in between).
 Calls that can be captured are timed as CUDA graphs. The floor is the time to read, at the copy
 bandwidth measured here, the rows that any verifier must read once (see kernels/README.md).
+
+On a CPU the same functions run so that this item can be tested; the times mean nothing there.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,11 +21,13 @@ import torch
 
 from benchmarks.gpu.items import Finding, Setting
 from benchmarks.kernels.drafts import Drafts
-from benchmarks.kernels.timing import NotTimed, capture, copy_bandwidth, spread_us
 from tests.support import kernel_reference as reference
 from tests.support import vllm_sampler
 
 NOISE = 1.5
+Call = Callable[[], object]
+# Calls before those that count.
+WARM_UP = 3
 
 # (vocabulary, draft length, batch, temperature), most valuable first.
 CASES = [
@@ -34,6 +40,10 @@ REPEATS = 30
 TOY_CASES = [(70, 1, 2, 0.7)]
 # Seconds that a case may take at the end of the item.
 RESERVE = 15
+
+
+class NotTimed(SystemExit):
+    """What was to be timed is wrong; the message says how."""
 
 
 def run(setting: Setting) -> Finding:
@@ -178,3 +188,52 @@ def measure(drafts: Drafts, v2, bandwidth: float, repeats: int, flush) -> list[d
             row["of_copy_bandwidth"] = row["floor_us"] / row["us"]
         rows.append(row)
     return rows
+
+
+def capture(call: Call, device: torch.device) -> Call | None:
+    """The call as a replay of a CUDA graph, None where it cannot be captured."""
+    if device.type == "cpu":
+        return call
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            result = call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return lambda: (graph.replay(), result)[1]
+
+
+def spread_us(call: Call, repeats: int, flush: torch.Tensor) -> dict[str, float]:
+    """Median and quartiles in microseconds; `flush` is overwritten before every call."""
+    times = []
+    for _ in range(WARM_UP + repeats):
+        flush.zero_()
+        times.append(1e6 * _seconds(call, flush.device))
+    low, middle, high = statistics.quantiles(times[WARM_UP:], n=4)
+    return {"us": middle, "us_q25": low, "us_q75": high}
+
+
+def copy_bandwidth(size: int, repeats: int, flush: torch.Tensor) -> float:
+    """Bytes per second read and written by a device copy of `size` bytes."""
+    source = torch.empty(size, dtype=torch.uint8, device=flush.device)
+    target = torch.empty_like(source)
+    return 2 * size / (spread_us(lambda: target.copy_(source), repeats, flush)["us"] / 1e6)
+
+
+def _seconds(call: Call, device: torch.device) -> float:
+    if device.type == "cpu":
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -5,7 +5,6 @@ import torch
 
 from benchmarks.gpu import kernel_distribution, kernel_times, pit
 from benchmarks.gpu.items import Setting
-from benchmarks.kernels import timing
 from benchmarks.kernels.drafts import Drafts
 
 CPU = torch.device("cpu")
@@ -13,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "WARM_UP", 0)
+    monkeypatch.setattr(kernel_times, "WARM_UP", 0)
     return Setting("cpu", tmp_path)
 
 
@@ -38,7 +37,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
         return result._replace(token_ids=result.token_ids + 1)
 
     monkeypatch.setattr(kernel_times.reference, "verify_chain", wrong)
-    with pytest.raises(timing.NotTimed, match="3 of 3 requests differ"):
+    with pytest.raises(kernel_times.NotTimed, match="3 of 3 requests differ"):
         kernel_times.check_case(drafts, 3)
 
 
