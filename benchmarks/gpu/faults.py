@@ -129,12 +129,12 @@ def install(setattr=setattr) -> None:
     _install(changed, setattr)
 
 
-def install_generous(setattr=setattr) -> None:
-    """Accept by a ratio that is slightly too large: about 2 % off for each drafted position."""
+def install_generous(setattr=setattr, ratio: float = RATIO) -> None:
+    """Accept by a ratio that is too large: by default about 2 % off for each drafted position."""
 
     def changed(found):
         lse = found["draft_lse"]
-        return found if lse is None else {**found, "draft_lse": lse + math.log(RATIO)}
+        return found if lse is None else {**found, "draft_lse": lse + math.log(ratio)}
 
     _install(changed, setattr)
 

@@ -1,7 +1,5 @@
 """Target samplers with one error each: the distribution tests must reject them."""
 
-import math
-
 from vllm_hsd.host import hooks
 from vllm_hsd.tools.audit import mutants
 
@@ -20,15 +18,9 @@ def install_plain_recovery() -> None:
 
 def install_generous_ratio() -> None:
     """Accept by a ratio that is 1.6 times too large."""
-    from vllm_hsd.host.cascade_sampler import CascadeRejectionSampler
+    from benchmarks.gpu import faults
 
-    right = CascadeRejectionSampler.drafts
-
-    def drafts(self, *args):
-        given = right(self, *args)
-        return {**given, "draft_lse": given["draft_lse"] + math.log(1.6)}
-
-    CascadeRejectionSampler.drafts = drafts
+    faults.install_generous(ratio=1.6)
 
 
 def install_uncapped_final_ratio() -> None:
