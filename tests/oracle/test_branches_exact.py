@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from oracle import sequential
 from oracle.exact import ArgmaxOf, Choices, Table, Tokens, deviation, distance, distribution_of
+from oracle.test_chain_exact import draft
 from oracle.trees import one_hot
 
 from vllm_hsd.rules.branches import follow
@@ -51,22 +52,13 @@ def walked(emitted: Tokens, branches: list[Tokens], draw) -> Tokens:
     return text
 
 
-def drafted(q, choices: Choices, lookup: bool) -> tuple[Tokens, list]:
-    """A chain, of point masses or drawn, and its proposal rows."""
-    x: Tokens = ()
-    for _ in range(N):
-        x += (sequential.argmax(q(x)) if lookup else choices.sample(q(x)),)
-    return x, [one_hot(token, V) for token in x] if lookup else q.rows(x, N)
-
-
-def step(p, q, verify, branches, lookup=False, draw=None, key=None):
+def step(p, q, verify, branches, draw=None, key=None):
     """The tokens that a step emits."""
 
     def program(choices: Choices) -> Tokens:
-        x, rows = drafted(q, choices, lookup)
-        tau, y = verify(
-            p.rows(x, N + 1), rows, x, choices.bernoulli, lambda row: choices.sample(row, key)
-        )
+        x = draft(q, N, choices)
+        rows = p.rows(x, N + 1), q.rows(x, N)
+        tau, y = verify(*rows, x, choices.bernoulli, lambda row: choices.sample(row, key))
 
         def own(branch: Tokens, place: int) -> int:
             return choices.sample(p(branch[:place]), key)
@@ -86,8 +78,8 @@ def bias(p, program) -> Fraction:
 def test_next_tokens_follow_the_target(rule, branches, lookup):
     for seed in range(2):
         p, q = Table(V, seed), Table(V, seed + 100)
-        p = ArgmaxOf(p) if rule == "greedy" else p
-        assert bias(p, step(p, q, RULES[rule], BRANCHES[branches], lookup)) == 0
+        p, q = ArgmaxOf(p) if rule == "greedy" else p, ArgmaxOf(q) if lookup else q
+        assert bias(p, step(p, q, RULES[rule], BRANCHES[branches])) == 0
 
 
 @pytest.mark.parametrize("branches", BRANCHES)

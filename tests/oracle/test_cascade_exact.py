@@ -24,8 +24,8 @@ PROMPT = [0, 1, 1]
 VERIFIERS = ["block", "standard"]
 
 
-def model(vocabulary: int, seed: int, **kind) -> TableLevel:
-    return TableLevel(Table(vocabulary, seed), len(PROMPT), **kind)
+def model(vocabulary: int, seed: int) -> TableLevel:
+    return TableLevel(Table(vocabulary, seed), len(PROMPT))
 
 
 def lookup(vocabulary: int, seed: int) -> TableLookup:
@@ -107,11 +107,6 @@ def test_vocabulary_of_three(kinds):
     assert bias(levels, options, 3, vocabulary=3) < 1e-9
 
 
-def test_levels_without_a_cache():
-    levels = [model(2, 100, keeps_cache=False), model(2, 101, keeps_cache=False)]
-    assert bias(levels, [LevelOptions(1), LevelOptions(2)], 4) < 1e-9
-
-
 @pytest.mark.parametrize("extra", [(1, 9), (9, 1), (2, 0)])
 def test_levels_that_the_text_outgrows(extra):
     """A level sits out for longer texts, and the one below drafts in its place."""
@@ -190,12 +185,6 @@ VARIANTS = {
 LARGE = ("pre-verify", "three stages")
 
 
-def no_thresholds_yet(num_levels: int, batch: int) -> EntropyThresholds:
-    return EntropyThresholds(
-        np.zeros((num_levels, batch)), np.zeros((num_levels, batch), dtype=np.int64)
-    )
-
-
 def strict_thresholds(num_levels: int, batch: int) -> EntropyThresholds:
     """As if a token had been rejected where the entropy was half a nat."""
     return EntropyThresholds(
@@ -213,10 +202,10 @@ LENGTHS = [
 
 @pytest.mark.parametrize(
     ("variant", "fresh", "verifier", "length"),
-    [(variant, no_thresholds_yet, *rest) for variant, *rest in LENGTHS]
+    [(variant, EntropyThresholds.fresh, *rest) for variant, *rest in LENGTHS]
     + [(variant, strict_thresholds, verifier, 4)
        for variant in ("self-verify", "both", "three stages") for verifier in VERIFIERS]
-    + [pytest.param(variant, no_thresholds_yet, "standard", 4, marks=pytest.mark.slow)
+    + [pytest.param(variant, EntropyThresholds.fresh, "standard", 4, marks=pytest.mark.slow)
        for variant in LARGE],
 )  # fmt: skip
 def test_entropy_based_early_stopping(variant, fresh, verifier, length):

@@ -5,20 +5,29 @@ from fractions import Fraction
 
 import pytest
 from oracle import biased_rules, sequential
-from oracle.exact import ArgmaxOf, Choices, Table, Tokens, distance, distribution_of, extended
+from oracle.exact import (
+    ArgmaxOf,
+    Choices,
+    Table,
+    Tokens,
+    deviation,
+    distance,
+    distribution_of,
+    extended,
+)
 
 SIZES = [(2, 1), (2, 4), (3, 2), (3, 4), (4, 3)]
 VERIFIERS = [sequential.block, sequential.standard]
 
 
-def draft(q, n: int, choices: Choices, prefix: Tokens = (), stop=None) -> Tokens:
+def draft(q, n: int, choices: Choices, stop=None) -> Tokens:
     """Up to n tokens of q; ``stop(row, token)`` is called after each draw, and before it with None.
 
     It returns "keep", "last" or "drop".
     """
     x: Tokens = ()
     for _ in range(n):
-        row = q(prefix + x)
+        row = q(x)
         if stop and stop(row, None) == "last":
             break
         token = choices.sample(row)
@@ -45,7 +54,7 @@ def call(p, q, n: int, verify, *, rows=None, stop=None):
 
 def bias(p, n: int, program) -> Fraction:
     """Total variation between the next n + 1 tokens and the target's."""
-    return distance(extended(distribution_of(program), p, n + 1), p.joint(n + 1))
+    return deviation(program, p, n + 1)
 
 
 @pytest.mark.parametrize(("vocabulary", "n"), SIZES)

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from oracle import sequential
+from oracle import sequential, test_chain_exact
 from oracle.exact import ArgmaxOf, Choices, Table, Tokens, deviation, distribution_of
 from oracle.test_chain_exact import draft
 from oracle.trees import DRAWS, grow, iid, without_replacement
@@ -69,17 +69,9 @@ def test_greedy_target_and_equal_models(verify, draw):
 
 def test_a_chain_is_the_tree_with_one_child_everywhere():
     p, q = Table(3, 1), Table(3, 101)
-
-    def chain(choices: Choices) -> Tokens:
-        x: Tokens = ()
-        for _ in range(3):
-            x += (choices.sample(q(x)),)
-        tau, y = sequential.block(p.rows(x, 4), q.rows(x, 3), x, choices.bernoulli, choices.sample)
-        return (*x[:tau], y)
-
-    assert distribution_of(chain) == distribution_of(
-        call(p, q, iid, (1, 1, 1), sequential.traversal)
-    )
+    chain = test_chain_exact.call(p, q, 3, sequential.block)
+    tree = call(p, q, iid, (1, 1, 1), sequential.traversal)
+    assert distribution_of(chain) == distribution_of(tree)
 
 
 def drawn_twice_but_offered_once(row, k: int, choices: Choices):
