@@ -27,8 +27,8 @@ class TableLevel:
 
     context_length = UNLIMITED
 
-    def __init__(self, table: Callable[[Tokens], tuple], prompt: int, keeps_cache: bool = True):
-        self.table, self.prompt, self.keeps_cache = table, prompt, keeps_cache
+    def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
+        self.table, self.prompt = table, prompt
         self.fed: dict[int, list[int]] = {}
         self.known: dict[Tokens, list[float]] = {}
 
@@ -41,9 +41,8 @@ class TableLevel:
         for row, start, count, kept in zip(rows, starts, counts, num_logits, strict=True):
             assert 0 <= kept <= count
             text = tokens[row, : start + count].tolist()
-            if self.keeps_cache:
-                assert text[:start] == self.fed.get(row, [])[:start]
-                self.fed[row] = text
+            assert text[:start] == self.fed.get(row, [])[:start]
+            self.fed[row] = text
             logits += [
                 self.row(tuple(text[self.prompt : start + count - back]))
                 for back in range(kept - 1, -1, -1)

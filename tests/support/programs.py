@@ -268,7 +268,7 @@ class Engine:
         length = self.length.numpy()[order].astype(np.int64)
         tokens = np.zeros((len(slots), MAX_MODEL_LEN + 20), dtype=np.int32)
         tokens[:, :MAX_MODEL_LEN] = self.text.numpy()[order]
-        levels = [TableLevel(t, PROMPT, keeps_cache=False) for t in self.tables]
+        levels = [TableLevel(t, PROMPT) for t in self.tables]
         numbered = _CountedCascade if self.host else _NumberedCascade
         self.cascade = cascade = numbered(levels, self.options, len(slots), self.schedule)
         temperature = (self.temperature[:, None] * self.scales).numpy()[order]
