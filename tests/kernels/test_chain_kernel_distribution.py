@@ -1,10 +1,13 @@
 """The kernels' distribution over many seeds, for a fixed draft, against the exact one."""
 
+from unittest import mock
+
 import pytest
 import torch
-from oracle.distributions import chain_distribution
-from scipy import stats
+from oracle import sequential
+from oracle.exact import distribution_of
 from support import vllm_sampler
+from support.exact_joint_distribution import chi_square_p_value
 from support.kernel_batches import verify_flat
 
 V, K = 3, 3
@@ -18,21 +21,14 @@ def make_draft():
     return target.log(), draft.log(), torch.tensor([1, 0, 1])
 
 
-def p_value(outcomes, distribution):
-    """Chi-square of (accepted, next token) pairs against an exact distribution [K + 1, V]."""
-    counts = torch.zeros(distribution.shape, dtype=torch.float64)
-    for t, v in outcomes:
-        counts[t, v] += 1
-    possible = distribution > 1e-12
-    if counts[~possible].sum() > 0:
-        return 0.0
-    expected = distribution[possible] / distribution[possible].sum() * len(outcomes)
-    return stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue
-
-
-def outcomes_of(token_ids, num_accepted):
+def p_value(token_ids, num_accepted, verify) -> float:
+    """Chi-square of (accepted, next token) pairs against what a plain rule makes of the draft."""
+    target, draft, tokens = make_draft()
+    rows = target.softmax(-1).tolist(), draft.softmax(-1).tolist()
+    exact = distribution_of(lambda c: verify(*rows, tokens.tolist(), c.bernoulli, c.sample))
     accepted = num_accepted.tolist()
-    return [(t, int(row[t])) for t, row in zip(accepted, token_ids, strict=True)]
+    outcomes = [(t, int(row[t])) for t, row in zip(accepted, token_ids, strict=True)]
+    return chi_square_p_value(outcomes, {each: float(p) for each, p in exact.items()})
 
 
 @pytest.mark.parametrize(
@@ -57,27 +53,18 @@ def test_distribution_for_one_draft(method, requests, rejected):
         max_draft_tokens=K,
         method=method,
     )
-    outcomes = outcomes_of(result.token_ids, result.num_accepted)
-    p, q = target.softmax(-1), draft.softmax(-1)
-    assert p_value(outcomes, chain_distribution(p, q, tokens, method=method)) > KEPT
+    found = result.token_ids, result.num_accepted
+    assert p_value(*found, getattr(sequential, method)) > KEPT
     if method == "block":
-        assert p_value(outcomes, chain_distribution(p, q, tokens, method="standard")) < rejected
-        assert p_value(outcomes, plain_residual_distribution(p, q, tokens)) < rejected
+        assert p_value(*found, sequential.standard) < rejected
+        assert p_value(*found, plain_residual) < rejected
 
 
-def plain_residual_distribution(p, q, tokens):
-    """That of a biased rule, with the residual (p - q)+ in place of (a * p - q)+."""
-    a = [1.0]
-    for t, x in enumerate(tokens.tolist()):
-        a.append(min(1.0, a[-1] * float(p[t, x] / q[t, x])))
-    rows = torch.cat(((p[:K] - q).clamp_min(0), p[K:])).double()
-    mass = rows.sum(1)
-    h = torch.tensor(
-        [1.0, *(float(s / (s + 1 - r)) for s, r in zip(mass[1:K], a[1:K], strict=True))]
-    )
-    h = torch.cat((h, torch.tensor(a[-1:])))
-    later_fail = torch.cat(((1 - h[1:]).flip(0).cumprod(0).flip(0), torch.ones(1)))
-    return (h * later_fail)[:, None] * rows / mass[:, None]
+def plain_residual(*call):
+    """A biased rule, with the residual (p - q)+ in place of (a * p - q)+."""
+    right = sequential.residual
+    with mock.patch.object(sequential, "residual", lambda a, p, q: right(1, p, q)):
+        return sequential.block(*call)
 
 
 @pytest.mark.slow
@@ -105,5 +92,4 @@ def test_vllm_draws_from_the_same_distribution():
         K,
         use_block_verification=True,
     )
-    expected = chain_distribution(target.softmax(-1), draft.softmax(-1), tokens, method="block")
-    assert p_value(outcomes_of(sampled, num_sampled - 1), expected) > KEPT
+    assert p_value(sampled, num_sampled - 1, sequential.block) > KEPT

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle.exact import Table
 from oracle.stand_ins import TableLevel, TableLookup
-from scipy import stats
+from support.exact_joint_distribution import chi_square_p_value
 
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.ragged import ragged_arange
@@ -81,12 +81,8 @@ def generate(
 
 def p_value(tokens: np.ndarray) -> float:
     """That of a chi-square test of all outcomes against the target's distribution."""
-    distribution = TARGET.joint(LENGTH)
-    found, counts = np.unique(tokens, axis=0, return_counts=True)
-    observed = {tuple(map(int, row)): n for row, n in zip(found, counts, strict=True)}
-    assert observed.keys() <= distribution.keys()
-    expected = [float(weight) * REQUESTS for weight in distribution.values()]
-    return stats.chisquare([observed.get(outcome, 0) for outcome in distribution], expected).pvalue
+    distribution = {outcome: float(weight) for outcome, weight in TARGET.joint(LENGTH).items()}
+    return chi_square_p_value(list(map(tuple, tokens.tolist())), distribution)
 
 
 def model(seed: int) -> TableLevel:
