@@ -20,8 +20,11 @@ def assert_matches(batch, **options):
 
 
 @pytest.mark.every_kernel
-def test_random_trees(small_blocks):
-    result = assert_matches(make_trees(5, 70), level=1)
+def test_random_trees(small_blocks, monkeypatch):
+    """Also where memory that is read before it is written holds anything."""
+    batch = make_trees(5, 70)
+    poison_memory(monkeypatch)
+    result = assert_matches(batch, level=1)
     assert result.num_accepted.max() > 1
 
 
@@ -93,14 +96,6 @@ def test_a_chain_is_a_tree():
     )
     tree = verify_tree(**batch)
     assert tree.token_ids.tolist() == chain.token_ids.tolist()
-
-
-def test_no_memory_is_read_before_it_is_written(small_blocks, monkeypatch):
-    batch = make_trees(4, 70)
-    clean = verify_tree(**batch)
-    poison_memory(monkeypatch)
-    for got, wanted in zip(verify_tree(**batch), clean, strict=True):
-        assert got.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(
