@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from vllm_hsd.rules.rng import philox
+
 N = 256
 SPECIAL = [
     0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1e-40, 3e38, -1e-45, 88.5, 89, -103, -87.5,
@@ -225,19 +227,11 @@ def rand_kernel(out_ptr, seed, BLOCK: tl.constexpr):
     tl.store(out_ptr + BLOCK + i, bits.to(tl.float32))
 
 
-def philox(seed: int, counter: int) -> int:
-    low, high = seed & 0xFFFFFFFF, seed >> 32
-    c = [counter, 0, 0, 0]
-    for _ in range(10):
-        a, b = 0xCD9E8D57 * c[2], 0xD2511F53 * c[0]
-        c = [(a >> 32) ^ c[1] ^ low, a & 0xFFFFFFFF, (b >> 32) ^ c[3] ^ high, b & 0xFFFFFFFF]
-        low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
-    return c[0]
-
-
 def test_random_numbers():
     out, seed = torch.zeros(2 * N), 12345678901
     rand_kernel[(1,)](out, seed, BLOCK=N)
     assert 0.4 < out[:N].mean() < 0.6 and out[:N].min() >= 0 and out[:N].max() < 1
-    wanted = np.array([philox(seed, i) for i in range(N)], dtype=np.uint32).astype(np.float32)
-    assert np.array_equal(out[N:].numpy(), wanted)
+    counters = np.zeros((4, N), np.uint32)
+    counters[0] = np.arange(N)
+    wanted = philox(np.array([[seed & 0xFFFFFFFF], [seed >> 32]], np.uint32), counters)[0]
+    assert np.array_equal(out[N:].numpy(), wanted.astype(np.float32))

@@ -1,6 +1,7 @@
 """The short way of a launch takes the kernel that Triton's way would, and hands the same on."""
 
 import ctypes
+from unittest import mock
 
 import pytest
 import torch
@@ -59,22 +60,8 @@ XS = [
 @pytest.fixture(autouse=True)
 def short_way(monkeypatch):
     """Checks of other tests may have kept it away."""
-    from vllm_hsd.kernels.cpu_backend import launcher
-
     monkeypatch.setattr(JITFunction, "__getitem__", KernelInterface.__getitem__)
     monkeypatch.setattr(JITFunction, "__getitem__", launcher.short_way())
-
-
-@pytest.fixture
-def triton_launches(monkeypatch):
-    """How many launches went Triton's way."""
-
-    class Counts(list):
-        run = JITFunction.run
-
-    kernels, counts, run = JITFunction, Counts(), Counts.run
-    monkeypatch.setattr(kernels, "run", lambda *a, **k: counts.append(1) or run(*a, **k))
-    return counts
 
 
 def results() -> list[list[float]]:
@@ -87,14 +74,14 @@ def results() -> list[list[float]]:
     return found
 
 
-def test_all_kinds_of_arguments(triton_launches, monkeypatch):
+def test_all_kinds_of_arguments():
     """Triton's way while its `run` is replaced; then twice, when the kernels are known."""
-    by_triton = results()
-    assert len(triton_launches) == len(by_triton)
-    monkeypatch.setattr(JITFunction, "run", type(triton_launches).run)
+    launches, run = [], JITFunction.run
+    with mock.patch.object(JITFunction, "run", lambda *a, **k: launches.append(1) or run(*a, **k)):
+        by_triton = results()
+    assert len(launches) == len(by_triton)
     assert results() == by_triton
     assert results() == by_triton
-    assert len(triton_launches) == len(by_triton)
 
 
 def test_kernels_are_found_without_triton(monkeypatch):
