@@ -51,7 +51,6 @@ def test_it_is_as_fast_as_the_best_choice(token_cost, size, rate):
         for k in (0, *LENGTHS)
     ]
     speed = serving.learned(BatchBudget(LENGTHS, LARGEST), size, rate, 4000)
-    print(fixed, speed)
     assert speed > 0.96 * max(fixed)
     assert speed > 0.98 * fixed[0]
 

@@ -44,12 +44,3 @@ def test_equals_counting_by_hand(seed, order):
         found = level.distribution(text[:end].astype(np.int32))
         assert (found > 0).all()
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_no_context_spans_two_texts():
-    level = NgramModelLevel(
-        collect_texts([np.array([0, 1]), np.array([2, 3, 3])], VOCABULARY), ORDER
-    )
-    assert list(level.contexts.followers(np.array([2, 1, 0]))) == []
-    (found,) = level.contexts.followers(np.array([3, 2]))
-    assert found.tolist() == [3]
