@@ -13,49 +13,38 @@ from unittest import mock
 from support.engines import run_jobs
 from support.hosted_branches import cached_blocks, largest_difference, runner_of, texts_of
 
-MODULES = "vllm_hsd.cascade.program", "vllm_hsd.host.drawn_branches"
-
-
-def _same_uniforms():
-    """All rows are drawn with those of the chain, so they are equal."""
-    from vllm_hsd.kernels.sample_row import sample_row
-
-    def drawn(logits, *state, draw_offset, **options):
-        return sample_row(logits, *state, draw_offset=draw_offset % LENGTH, **options)
-
-    return mock.patch(f"{MODULES[0]}.sample_row", drawn)
-
-
-def _of_another_place():
-    """Tokens carry the logits that the token before was drawn from."""
-    from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
-
-    def verify(target, chain, further, *rest, **options):
-        rows = chain.roll(1, 1), further.roll(1, 2)
-        return verify_drawn_rows(target, *rows, *rest, **options)
-
-    return mock.patch(f"{MODULES[1]}.verify_drawn_rows", verify)
-
-
-def _of_another_row():
-    """The target's rows of the further drafts are those of the chain."""
-    from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
-
-    def verify(target, chain, further, inputs, cu, *rest, **options):
-        target, each = target.clone(), LENGTH + 1
-        for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-            for first in range(begin + each, end - each + 1, each):
-                target[first : first + each] = target[begin : begin + each]
-        return verify_drawn_rows(target, chain, further, inputs, cu, *rest, **options)
-
-    return mock.patch(f"{MODULES[1]}.verify_drawn_rows", verify)
-
+from vllm_hsd.cascade import program
+from vllm_hsd.host import drawn_branches
+from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
+from vllm_hsd.kernels.sample_row import sample_row
 
 LENGTH = 4
+
+
+def _same_uniforms(logits, *state, draw_offset, **options):
+    """All rows are drawn with those of the chain, so they are equal."""
+    return sample_row(logits, *state, draw_offset=draw_offset % LENGTH, **options)
+
+
+def _of_another_place(target, chain, further, *rest, **options):
+    """Tokens carry the logits that the token before was drawn from."""
+    return verify_drawn_rows(target, chain.roll(1, 1), further.roll(1, 2), *rest, **options)
+
+
+def _of_another_row(target, chain, further, inputs, cu, *rest, **options):
+    """The target's rows of the further drafts are those of the chain."""
+    target, each = target.clone(), LENGTH + 1
+    for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        for first in range(begin + each, end - each + 1, each):
+            target[first : first + each] = target[begin : begin + each]
+    return verify_drawn_rows(target, chain, further, inputs, cu, *rest, **options)
+
+
+VERIFIES = drawn_branches, "verify_drawn_rows"
 FAULTS = {
-    "all rows by the same uniforms": _same_uniforms,
-    "drafts' rows of another place": _of_another_place,
-    "target's rows of another draft": _of_another_row,
+    "all rows by the same uniforms": mock.patch.object(program, "sample_row", _same_uniforms),
+    "drafts' rows of another place": mock.patch.object(*VERIFIES, _of_another_place),
+    "target's rows of another draft": mock.patch.object(*VERIFIES, _of_another_row),
 }
 
 
@@ -65,9 +54,9 @@ def run(llm, work) -> tuple[dict[str, Any], Counter]:
     Args:
         work: (jobs, fault or None).
     """
-    jobs, fault = work
-    hosted, seen = runner_of(llm).speculator.branches, Counter()
-    finish, propose = hosted.finish, runner_of(llm).speculator._next_proposal
+    (jobs, fault), speculator, seen = work, runner_of(llm).speculator, Counter()
+    hosted, propose = speculator.branches, speculator._next_proposal
+    finish = hosted.finish
 
     def noted(length):
         proposal = propose(length)
@@ -84,12 +73,12 @@ def run(llm, work) -> tuple[dict[str, Any], Counter]:
             seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
         finish()
 
-    hosted.finish, runner_of(llm).speculator._next_proposal = finished, noted
-    try:
-        with FAULTS[fault]() if fault else contextlib.nullcontext():
-            return run_jobs(llm, jobs), seen
-    finally:
-        hosted.finish, runner_of(llm).speculator._next_proposal = finish, propose
+    with (
+        mock.patch.object(hosted, "finish", finished),
+        mock.patch.object(speculator, "_next_proposal", noted),
+        FAULTS[fault] if fault else contextlib.nullcontext(),
+    ):
+        return run_jobs(llm, jobs), seen
 
 
 def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:

@@ -5,16 +5,17 @@ What is called here runs in the engine's process.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from support.engines import run_jobs
 
-from vllm_hsd.host import branch_caches
-from vllm_hsd.host import branches as module
+from vllm_hsd.host import branch_caches, branches
+from vllm_hsd.kernels.branch_walk import follow_branches
 
 
 def runner_of(llm) -> Any:
@@ -117,9 +118,9 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
     runner = runner_of(llm)
     hosted, scheduler = runner.speculator.branches, llm.llm_engine.engine_core.engine_core.scheduler
     seen = Counter(lookahead=scheduler.num_lookahead_tokens)
-    originals = hosted.flat_drafts, hosted.finish
+    flat_drafts, finish, found = hosted.flat_drafts, hosted.finish, {}
 
-    def flat_drafts(slots, window, drafts):
+    def offered(slots, window, drafts):
         state, lookup = hosted.state, hosted.lookup
         for b, text in enumerate(texts_of(runner, slots)):
             most = int(state.requested[0, b])
@@ -136,11 +137,11 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
                 lookup.branch_counts[b, j] = len(own)
                 lookup.branches[b, j, : len(own)] = torch.tensor(own, dtype=torch.int32)
         before = lookup.branch_counts[: len(slots)].sum(1)
-        originals[0](slots, window, drafts)
+        flat_drafts(slots, window, drafts)
         after = lookup.branch_counts[: len(slots)].sum(1)
         seen["one row"] += int(((before > 0) & (after == 0)).sum())
 
-    def finish():
+    def finished():
         step = hosted.step
         if step is not None:
             seen["groups"] = len(hosted.caches.groups)
@@ -156,19 +157,15 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
                 size = runner.cache_config.block_size
                 seen["won"] += 1
                 seen[f"won at {int(step.rows.base[row]) % size}"] += 1
-        originals[1]()
+        finish()
 
-    found: dict = {}
-    hosted.flat_drafts, hosted.finish = flat_drafts, finish
-    undo = FAULTS[fault](hosted) if fault else None
-    try:
+    with (
+        mock.patch.multiple(hosted, flat_drafts=offered, finish=finished),
+        FAULTS[fault] if fault else contextlib.nullcontext(),
+    ):
         results = run_jobs(llm, jobs)
-        seen["last"] = found.get("last")
-        return results, seen
-    finally:
-        hosted.flat_drafts, hosted.finish = originals
-        if undo is not None:
-            undo()
+    seen["last"] = found.get("last")
+    return results, seen
 
 
 def difference_of_caches(llm, source: Any, none: Any, prompt: list[int], length: int):
@@ -193,27 +190,12 @@ def difference_of_caches(llm, source: Any, none: Any, prompt: list[int], length:
     return largest_difference(kept), won
 
 
-def _without(name: str) -> Callable[[Any], Callable[[], None]]:
-    def put(hosted: Any) -> Callable[[], None]:
-        old = getattr(branch_caches, name)
-        setattr(branch_caches, name, lambda *_, **__: None)
-        return lambda: setattr(branch_caches, name, old)
-
-    return put
+def _one_row_off(chain, logits, *rest, **options):
+    return follow_branches(chain, logits.roll(1, 0), *rest, **options)
 
 
-def _one_row_off(hosted: Any) -> Callable[[], None]:
-    follow = module.follow_branches
-
-    def followed(chain, logits, *rest, **options):
-        return follow(chain, logits.roll(1, 0), *rest, **options)
-
-    module.follow_branches = followed
-    return lambda: setattr(module, "follow_branches", follow)
-
-
-FAULTS: dict[str, Callable[[Any], Callable[[], None]]] = {
-    "no copy of the text before a root": _without("copy_to_branches"),
-    "no copy of what a branch computed": _without("copy_from_winners"),
-    "tokens drawn one row off": _one_row_off,
+FAULTS = {
+    "no copy of the text before a root": mock.patch.object(branch_caches, "copy_to_branches"),
+    "no copy of what a branch computed": mock.patch.object(branch_caches, "copy_from_winners"),
+    "tokens drawn one row off": mock.patch.object(branches, "follow_branches", _one_row_off),
 }
