@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
+from oracle.sequential import argmax
 
-from vllm_hsd.cascade.level import UNLIMITED, LookupResult
-from vllm_hsd.rules import VerifyResult
+from vllm_hsd.cascade.level import UNLIMITED, LookupLevel, LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import BlockedCDF
 
@@ -60,36 +60,23 @@ class TableLevel:
         return self.known[after_prompt]
 
 
-class TableLookup:
+class TableLookup(LookupLevel):
     """Finds the likeliest token of a table, and after some texts nothing."""
 
     def __init__(self, table: Callable[[Tokens], tuple], prompt: int):
         self.table, self.prompt = table, prompt
 
-    def read(self, texts) -> None:
-        pass
-
-    def forget(self, slot) -> None:
-        pass
-
     def lookup(self, texts, requested) -> LookupResult:
         tokens, rows, _, ends = texts
         found = np.zeros((len(rows), int(requested.max(initial=0))), dtype=np.int64)
         counts = np.zeros(len(rows), dtype=np.int64)
-        confidence = np.zeros(found.shape)
         for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
             text = tuple(tokens[row, self.prompt : end].tolist())
             while counts[i] < requested[i] and sum(text) % 3 != 2:
-                distribution = self.table(text)
-                found[i, counts[i]] = max(
-                    range(len(distribution)), key=lambda v: (distribution[v], -v)
-                )
-                token = int(found[i, counts[i]])
-                before = confidence[i, counts[i] - 1] if counts[i] else 1.0
-                confidence[i, counts[i]] = before * float(distribution[token])
+                found[i, counts[i]] = token = argmax(self.table(text))
                 text += (token,)
                 counts[i] += 1
-        return LookupResult(found, counts, confidence)
+        return LookupResult(found, counts, np.zeros(found.shape))
 
 
 def proposal_rows(batch: ChainBatch, like: torch.Tensor) -> torch.Tensor:
@@ -119,17 +106,7 @@ def _drawn_by(choices: Choices):
     def pick(weights: torch.Tensor) -> int:
         return choices.sample([Fraction(w) if w > NOTHING else 0 for w in weights.tolist()])
 
-    def verify_chain(target, draft, token_ids, counts, *, method, uniforms):
-        assert len(counts) == 1
-        assert uniforms is None or len(uniforms) == counts[0] + 1
-        distribution = chain_distribution(target, draft, token_ids, method=method)
-        accepted, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        tokens = torch.full((1, counts[0] + 1), -1)
-        tokens[0, :accepted], tokens[0, accepted] = token_ids[:accepted], final
-        return VerifyResult(tokens, torch.tensor([accepted]))
-
-    def verify_tree(target, draft, tree, *, method, generator=None, uniforms=None):
-        assert uniforms is None or len(uniforms) == len(tree) + 1
+    def verify_tree(target, draft, tree, *, method, generator):
         distribution = tree_distribution(target, draft, tree, method=method)
         end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
         path, node = [], end - 1
@@ -142,16 +119,17 @@ def _drawn_by(choices: Choices):
         return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
 
     def verify_batch(batch: ChainBatch, method, uniforms, target_ok=None):
-        """What the cascade calls: one request, its rows picked from the batch's arrays."""
+        """Of one request, its rows picked from the batch's arrays."""
         assert batch.size == 1
         n = int(batch.lengths[0])
         assert len(uniforms) == n + 1
-        token_ids = torch.from_numpy(batch.tokens[0, :n])
         target = batch.target_probs[torch.from_numpy(batch.target_rows[0, : n + 1])]
-        result = verify_chain(
-            target, proposal_rows(batch, target), token_ids, [n], method=method, uniforms=uniforms
-        )
-        return result.token_ids.numpy(), result.num_accepted.numpy()
+        drafted = torch.from_numpy(batch.tokens[0, :n])
+        rows = target, proposal_rows(batch, target), drafted
+        distribution = chain_distribution(*rows, method=method)
+        accepted, final = divmod(pick(distribution.flatten()), distribution.shape[1])
+        tokens = np.array([[*drafted[:accepted].tolist(), final, *[-1] * (n - accepted)]])
+        return tokens, np.array([accepted])
 
     class ChosenCDF(BlockedCDF):
         def draw(self, uniforms):

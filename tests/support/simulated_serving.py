@@ -44,7 +44,7 @@ class Clock:
 
 
 @dataclass
-class Guess:
+class Guess(LookupLevel):
     """A lookup: right with probability `rate`, with an offer at a share `found` of positions."""
 
     rate: float | np.ndarray
@@ -58,11 +58,6 @@ class Guess:
         self.guesses = np.where(right, texts, (texts + 1) % VOCABULARY)
         self.offers = rng.random(texts.shape) < self.found
         self.clock, self.last_estimates = clock, np.full((len(texts), LENGTH), np.nan)
-
-    def read(self, *args) -> None:
-        pass
-
-    forget = read
 
     def lookup(self, texts, requested) -> LookupResult:
         _, rows, _, ends = texts
