@@ -6,15 +6,12 @@ tests/oracle enumerates the distributions of whole cascades.
 import numpy as np
 import pytest
 from oracle.exact import Table
-from oracle.stand_ins import TableLevel
+from oracle.stand_ins import TableLevel, draft_batch
 
 from vllm_hsd.cascade.level import LevelOptions
-from vllm_hsd.cascade.ragged import ragged_arange
-from vllm_hsd.rules.rng import host_uniforms
 from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
 from vllm_hsd.tools.reference.drafts import DraftStore
-from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 PROMPT, VOCABULARY, WIDTH = 3, 4, 40
 
@@ -36,29 +33,10 @@ def levels(count: int, kind=CountingLevel):
     return [kind(Table(VOCABULARY, 100 + k), PROMPT) for k in range(count)]
 
 
-def batch_of(size: int, num_levels: int, *, greedy=False, eos=-1, seed=0) -> DraftBatch:
-    draws = np.zeros(size, dtype=np.int64)
-
-    def drawn_uniforms(requests, counts, level):
-        owners, offsets = ragged_arange(counts)
-        owner = requests[owners]
-        drawn = host_uniforms(1000 * seed + owner, np.int64(level), draws[owner] + offsets)
-        draws[requests] += counts
-        return drawn
-
+def batch_of(size: int, num_levels: int, **kind) -> DraftBatch:
     tokens = np.full((size, WIDTH), -9, dtype=np.int32)
     tokens[:, :PROMPT] = np.arange(size)[:, None] % VOCABULARY
-    return DraftBatch(
-        tokens=tokens,
-        rows=np.arange(size),
-        end=np.full(size, PROMPT),
-        cached=np.zeros((num_levels, size), dtype=np.int64),
-        eos=np.full(size, eos),
-        greedy=greedy,
-        probs=lambda logits, requests, level: logits.softmax(-1),
-        uniforms=drawn_uniforms,
-        thresholds=EntropyThresholds.fresh(num_levels, size),
-    )
+    return draft_batch(tokens, PROMPT, num_levels, **kind)
 
 
 def options(*draft_lengths, **last) -> list[LevelOptions]:

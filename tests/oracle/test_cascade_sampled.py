@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 import torch
 from oracle.exact import Table
-from oracle.stand_ins import TableLevel, TableLookup
+from oracle.stand_ins import TableLevel, TableLookup, draft_batch
 from support.exact_joint_distribution import chi_square_p_value
 
 from vllm_hsd.cascade.level import LevelOptions
-from vllm_hsd.cascade.ragged import ragged_arange
 from vllm_hsd.rules.chain import verify_batch
-from vllm_hsd.rules.rng import host_uniforms
-from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
-from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 REQUESTS, LENGTH, VOCABULARY = 10_000, 4, 3
 PROMPT = 2
@@ -33,30 +29,10 @@ def generate(
     all_requests = np.arange(REQUESTS)
     longest = options[-1].draft_length
     tokens = np.zeros((REQUESTS, PROMPT + LENGTH + longest + 1), dtype=np.int32)
-    length = np.full(REQUESTS, PROMPT)
+    batch, length = draft_batch(tokens, PROMPT, len(levels)), np.full(REQUESTS, PROMPT)
     cached = np.zeros((len(levels) + 1, REQUESTS), dtype=np.int64)
-    thresholds = EntropyThresholds.fresh(len(levels), REQUESTS)
-    draws = np.zeros(REQUESTS, dtype=np.int64)
-
-    def draw_uniforms(requests, counts, stream):
-        owners, offsets = ragged_arange(counts)
-        repeated = requests[owners]
-        drawn = host_uniforms(repeated, np.int64(stream), draws[repeated] + offsets)
-        draws[requests] += counts
-        return drawn
-
     while (length < PROMPT + LENGTH).any():
-        batch = DraftBatch(
-            tokens=tokens,
-            rows=all_requests,
-            end=length.copy(),
-            cached=cached[:-1],
-            eos=np.full(REQUESTS, -1),
-            greedy=False,
-            probs=lambda logits, requests, level: logits.softmax(-1),
-            uniforms=draw_uniforms,
-            thresholds=thresholds,
-        )
+        batch.end, batch.cached = length.copy(), cached[:-1]
         # Finished requests stay in the batch without drafting, as in a runner.
         requested = np.clip(PROMPT + LENGTH - 1 - length, 0, longest)
         drafts = cascade.propose(batch, all_requests, requested)
@@ -67,9 +43,9 @@ def generate(
             tokens, unfinished, cached[-1, unfinished], ends - cached[-1, unfinished], counts + 1
         )
         chain = drafts.chain_batch(unfinished, logits.softmax(-1))
-        drawn = draw_uniforms(unfinished, counts + 1, len(levels))
+        drawn = batch.uniforms(unfinished, counts + 1, len(levels))
         token_ids, accepted = verify_batch(chain, "block", drawn)
-        cascade.record_acceptance(unfinished, accepted, thresholds)
+        cascade.record_acceptance(unfinished, accepted, batch.thresholds)
         tokens[unfinished, length[unfinished] + accepted] = token_ids[
             np.arange(len(unfinished)), accepted
         ]
