@@ -101,6 +101,8 @@ class Handler(BaseHTTPRequestHandler):
             return int(LOGITS[last].argmax())
         order = (-LOGITS[last]).argsort()[: params["top_k"]]
         probs = np.exp(LOGITS[last][order] / params["temperature"])
+        probs /= probs.sum()
+        probs *= np.cumsum(probs) - probs < params.get("top_p", 1)
         return int(rng.choice(order, p=probs / probs.sum()))
 
     def event(self, document):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import stand_in_servers
 from support.openai_server import running_server
-from support.stand_in_servers import LOGITS, VOCABULARY, listening, logprobs_after
+from support.stand_in_servers import VOCABULARY, listening, logprobs_after
 
 from vllm_hsd.tools.audit.quantiles import token_ranges
 from vllm_hsd.tools.audit.servers import kept_probabilities, token_range
@@ -17,7 +17,7 @@ from vllm_hsd.tools.cli import main as cli
 
 
 class VllmHandler(stand_in_servers.Handler):
-    """vLLM's protocol, and top_p."""
+    """vLLM's protocol."""
 
     max_logprobs = 20
     sends_token_ids = True
@@ -41,15 +41,6 @@ class VllmHandler(stand_in_servers.Handler):
             self.wfile.write(b"prompt_logprobs is above max_logprobs")
         else:
             self.answer({"choices": [{"prompt_logprobs": likeliest(body)}]})
-
-    def draw(self, last, params, rng):
-        if params["temperature"] == 0 or rng.random() < self.wrong:
-            return int(LOGITS[last].argmax())
-        order = (-LOGITS[last]).argsort()[: params["top_k"]]
-        probs = np.exp(LOGITS[last][order] / params["temperature"])
-        probs /= probs.sum()
-        probs *= np.cumsum(probs) - probs < params.get("top_p", 1)
-        return int(rng.choice(order, p=probs / probs.sum()))
 
 
 def likeliest(body: dict) -> list:
