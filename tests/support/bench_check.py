@@ -4,22 +4,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from support.cascades import cascade
 from support.tiny_models import Family
 
 
 def check_bench(vllm_hsd: Callable[..., str], family: Family, directory: Path) -> None:
     """Run `vllm_hsd("bench", ...)`, which returns what the command prints, and check its output."""
-    cascade = {
-        "method": "hsd",
-        "adaptive": False,
-        "num_speculative_tokens": 4,
-        "levels": [{"model": family.small, "num_tokens": 2}, {"model": family.mid}],
-    }
+    levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
     prompts = directory / "prompts.jsonl"
     prompts.write_text('{"turns": ["def f(", "later"]}\n{"prompt": "import "}\n')
     options = {
         "--model": family.target,
-        "--speculative-config": json.dumps(cascade),
+        "--speculative-config": json.dumps(cascade(levels)),
         "--prompts": prompts,
         "--batch-sizes": 2,
         "--max-tokens": 8,

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from support.architectures import COMMON
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
@@ -16,11 +17,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
 )
 
-from vllm_hsd.tools.audit.tiny_models import CONFIG
-
-COMMON = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 3}
-COMMON |= {"attention_multiplier": 0.17, "residual_multiplier": 0.5}
-COMMON["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+GRANITE = {**COMMON, "attention_multiplier": 0.17, "residual_multiplier": 0.5}
+GRANITE["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
 MAMBA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 4,
@@ -28,7 +26,7 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
-    "shared_intermediate_size": CONFIG["intermediate_size"],
+    "shared_intermediate_size": COMMON["intermediate_size"],
     "num_local_experts": 0,
     "num_experts_per_tok": 0,
     "position_embedding_type": "rope",
@@ -38,8 +36,8 @@ MAMBA = {
 def write_recurrent_models(directory: Path) -> tuple[str, str]:
     """Paths of a random target and of a Granite that is it without its Mamba layers."""
     torch.manual_seed(0)
-    target = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**COMMON, **MAMBA)).eval()
-    drafter = GraniteForCausalLM(GraniteConfig(**COMMON)).eval()
+    target = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**GRANITE, **MAMBA)).eval()
+    drafter = GraniteForCausalLM(GraniteConfig(**GRANITE)).eval()
     with torch.no_grad():
         logits = target(torch.randint(2, 64, (4, 24))).logits
         target.lm_head.weight.mul_(3 / logits.std())

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from support.cascades import cascade
 from support.level_files import LevelFiles
 from support.odd_requests import VOCABULARY
 from support.soak_requests import REASONING, prompts
@@ -28,8 +29,7 @@ def write_table(path: Path, *more: list[int]) -> str:
 
 
 def two_models(family) -> dict:
-    levels = [{"model": family.small, "num_tokens": 3}, {"model": family.mid}]
-    return {"method": "hsd", "adaptive": False, "num_speculative_tokens": 6, "levels": levels}
+    return cascade([{"model": family.small, "num_tokens": 3}, {"model": family.mid}], 6)
 
 
 def three_levels(family, bigram: str) -> dict:
@@ -57,7 +57,6 @@ def lookups_and_heads(family, files: LevelFiles) -> dict[str, dict]:
             mid,
         ],
     }
-    base = {"method": "hsd", "adaptive": False, "num_speculative_tokens": 6}
-    found = {name: {**base, "levels": given} for name, given in levels.items()}
+    found = {name: cascade(given, 6) for name, given in levels.items()}
     found["adaptive"]["adaptive"] = True
     return found
