@@ -113,18 +113,10 @@ def test_look_and_drop_is_caught(verify):
     assert bias(p, 3, call(p, q, 3, verify, stop=own_probability_dropped)) > Fraction(1, 1000)
 
 
-@pytest.mark.parametrize(
-    "verify",
-    [
-        biased_rules.uncapped_final_ratio,
-        biased_rules.exclusive_cap,
-        biased_rules.plain_residual,
-        biased_rules.first_failure_ends,
-    ],
-)
-def test_faulty_rules_are_caught(verify):
+@pytest.mark.parametrize("fault", biased_rules.BLOCK)
+def test_faulty_rules_are_caught(fault):
     p, q = Table(3, 1), Table(3, 101)
-    assert bias(p, 3, call(p, q, 3, verify)) > Fraction(1, 1000)
+    assert bias(p, 3, call(p, q, 3, biased_rules.BLOCK[fault])) > Fraction(1, 1000)
 
 
 def test_one_shared_uniform_is_caught():
