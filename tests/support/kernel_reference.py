@@ -16,9 +16,10 @@ from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import TreeResult
 from vllm_hsd.rules import MAX_KERNEL_DRAFT
 from vllm_hsd.rules import verify_chain as verify_chain_probs
+from vllm_hsd.rules import verify_tree as verify_tree_probs
 from vllm_hsd.rules.branches import follow
 from vllm_hsd.rules.rng import host_uniforms
-from vllm_hsd.rules.tree import ROOT, Tree, TreeRows, traversal_stops
+from vllm_hsd.rules.tree import ROOT, Tree
 
 
 def uniforms(seeds, level: int, draws) -> torch.Tensor:
@@ -312,18 +313,10 @@ def verify_tree(
         target = target[[0, *(n + 1 for n in kept)]]
         proposal = probabilities(draft_logits[i], draft_temperature[i].expand(rows))
         proposal = torch.stack([proposal[p + 1] for p in parent]) if kept else proposal[:0]
-        last_u, *u = uniforms(seeds[i], level, draws[i] + torch.arange(rows))
-        tree_rows = TreeRows(target, proposal, tree, "traversal")
-        node, row = next(
-            (node, row)
-            for node, stop, row in traversal_stops(tree_rows)
-            if node == ROOT or u[kept[node]] < stop
-        )
-        nodes = tree_rows.path_to(node)
-        out = [token[n] for n in nodes]
-        if (after := tree_rows.draw_next(node, row, last_u[None])) is not None:
-            out.append(after)
-        token_ids[i, : len(out)] = torch.tensor(out, dtype=torch.int64)
+        u = uniforms(seeds[i], level, draws[i] + torch.arange(rows))
+        u = u[[*(n + 1 for n in kept), 0]]
+        out, nodes = verify_tree_probs(target, proposal, tree, method="traversal", uniforms=u)
+        token_ids[i, : len(out)] = out
         path[i, : len(nodes)] = torch.tensor([kept[n] for n in nodes], dtype=torch.int64)
     accepted = (path >= 0).sum(-1).to(torch.int32)
     return TreeResult(token_ids, path, accepted, (token_ids >= 0).sum(-1).to(torch.int32))
