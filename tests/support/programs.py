@@ -55,7 +55,6 @@ class CachedTableLevel:
         self.rows = TableLevel(table, PROMPT)
         self.blocks, self.dtype = blocks, dtype
         self.cache = torch.full((blocks.numel() * BLOCK_SIZE,), -1, dtype=torch.int64)
-        self.seen: list[tuple[int, ...]] = []
 
     def places(self, slot: int, length: int) -> torch.Tensor:
         positions = torch.arange(length)
