@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.interpreter import count_bytes
 from support.kernel_batches import draft_lse, make_chains, verify_flat
 
 from vllm_hsd.kernels.blocks import BLOCK
@@ -10,8 +11,6 @@ V, K, BATCH = 16384, 5, 2
 
 
 def bytes_per_entry(batch, **options):
-    from support.interpreter import count_bytes
-
     with count_bytes() as counts:
         result = verify_flat(**batch, **options)
     assert counts["launches"] == 3

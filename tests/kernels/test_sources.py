@@ -10,10 +10,16 @@ from support.proposal_states import MAX_NUM_REQS
 from support.suffix_requests import Requests, markov, store_of
 
 from vllm_hsd.budget.acceptance import PRIOR_ACCEPTANCE
+from vllm_hsd.budget.further_passes import FurtherPasses
+from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
+from vllm_hsd.budget.trials import FIRST_PAUSE, Trials
 from vllm_hsd.cascade.bigram import BigramLevel, successors
 from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
+from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
 from vllm_hsd.cascade.suffix import SuffixLevel
+from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_store import collect_texts
+from vllm_hsd.levels.ngram import NgramLevelConfig
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
 
@@ -43,11 +49,6 @@ class Host:
 
 def lookups(stored):
     """The same three on the device and on the host."""
-    from vllm_hsd.budget.source_choice import Estimates
-    from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
-    from vllm_hsd.cascade.suffix_lookup import SuffixLookup
-    from vllm_hsd.levels.ngram import NgramLevelConfig
-
     texts, store = store_of(*stored, vocabulary=VOCABULARY), collect_texts(stored, VOCABULARY)
     following, probs = map(torch.from_numpy, successors(store))
     ngram = NgramLevelConfig(ngram={"max": 3})
@@ -60,8 +61,6 @@ def lookups(stored):
 
 
 def sources(on_device):
-    from vllm_hsd.budget.source_choice import SourcesLookup
-
     return SourcesLookup(on_device, 0.05, MAX_NUM_REQS, LENGTH, torch.device("cpu"))
 
 
@@ -141,8 +140,6 @@ class Drawn(LookupLevel):
 @pytest.mark.every_kernel
 def test_a_drafter_is_one_more_source():
     """Known by what was verified of it, of greedy and coupled requests also where it was not."""
-    from vllm_hsd.budget.source_choice import SourcesLookup
-
     rng = np.random.default_rng(0)
     (ngram, *_), _ = lookups([markov(rng, 60, VOCABULARY) for _ in range(3)])
     cpu, drawn = torch.device("cpu"), Drawn()
@@ -191,8 +188,6 @@ def test_a_drafter_is_one_more_source():
 
 def test_passes_go_by_counts_that_are_two_steps_old():
     """No step waits for a younger one."""
-    from vllm_hsd.budget.further_passes import FurtherPasses
-    from vllm_hsd.budget.trials import FIRST_PAUSE, Trials
 
     class Event:
         recorded = None

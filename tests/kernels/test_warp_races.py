@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from support.kernel_batches import make_trees
+from support.warp_races import recorded_races
 
 from vllm_hsd.kernels.tree_verify import verify_tree
 
@@ -53,16 +54,12 @@ def counter_kernel(out_ptr):
     ],
 )
 def test_warps_race_where_no_barrier_is_between(kernel, arguments, warps, races):
-    from support.warp_races import recorded_races
-
     with recorded_races() as found:
         kernel[(1,)](torch.zeros(2 * LANES, dtype=torch.int32), *arguments, num_warps=warps)
     assert bool(found) == races
 
 
 def test_a_tree_is_verified_in_the_order_of_its_barriers(monkeypatch):
-    from support.warp_races import recorded_races
-
     batch = make_trees(4, 40)
     with recorded_races() as found:
         verify_tree(**batch)

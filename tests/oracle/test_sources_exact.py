@@ -19,8 +19,10 @@ from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
 from support.programs import MAX_NUM_REQS, reference_steps
 
+from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.cascade.counters import LevelCounts
 from vllm_hsd.cascade.program import ProgramSources
+from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.kernels.chain_verify import ChainResult
 
 LENGTH, BRANCHES = 2, 2
@@ -42,9 +44,6 @@ class BranchedStep(EnumeratedStep):
     """
 
     def __init__(self, vocabulary: int, has_model: bool) -> None:
-        from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
-        from vllm_hsd.host.host_branches import HostBranches
-
         self.drafts, self.length, self.target = BRANCHES + 1, LENGTH, Table(vocabulary, 1)
         each = [
             Estimates(torch.full((9,), sure, dtype=torch.float64), by_token=False)
