@@ -4,8 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
-
-from oracle.sequential import argmax
+from functools import partial
 
 Distribution = dict[Hashable, Fraction]
 Tokens = tuple[int, ...]
@@ -130,16 +129,22 @@ def deviation(program: Callable[[Choices], Tokens], model: Table, length: int) -
     return distance(extended(distribution_of(program), model, length), model.joint(length))
 
 
-class ArgmaxOf:
-    """The greedy decoder of a model: one-hot rows."""
+class TopOf:
+    """A model with the `count` likeliest tokens of every row alone."""
 
-    def __init__(self, model: Table):
-        self.model = model
+    def __init__(self, model: Table, count: int):
+        self.model, self.count = model, count
         self.vocabulary = model.vocabulary
 
     def __call__(self, prefix: Tokens) -> tuple[Fraction, ...]:
-        best = argmax(self.model(prefix))
-        return tuple(Fraction(v == best) for v in range(self.vocabulary))
+        row = self.model(prefix)
+        kept = sorted(range(len(row)), key=lambda v: -row[v])[: self.count]
+        total = sum(row[v] for v in kept)
+        return tuple(w / total if v in kept else Fraction(0) for v, w in enumerate(row))
 
     rows = Table.rows
     joint = Table.joint
+
+
+# The greedy decoder of a model: one-hot rows.
+ArgmaxOf = partial(TopOf, count=1)

@@ -10,6 +10,7 @@ from oracle.exact import (
     Choices,
     Table,
     Tokens,
+    TopOf,
     deviation,
     distance,
     distribution_of,
@@ -132,6 +133,15 @@ def test_raw_rows_for_tempered_drafts_are_caught(verify):
     p, q = Table(3, 1), Table(3, 101)
     assert bias(p, 3, call(p, q.tempered(2), 3, verify)) == 0
     assert bias(p, 3, call(p, q.tempered(2), 3, verify, rows=q)) > Fraction(1, 1000)
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_filtered_drafts_are_verified_against_filtered_rows(verify):
+    """Drafts of another filter, or of none, are as lossless: it is their own rows that count."""
+    p, q = TopOf(Table(4, 1), 2), Table(4, 101)
+    for drafter in (TopOf(q, 2), TopOf(q, 3), q):
+        assert bias(p, 3, call(p, drafter, 3, verify)) == 0
+    assert bias(p, 3, call(p, TopOf(q, 2), 3, verify, rows=q)) > Fraction(1, 1000)
 
 
 def invalid(context: Tokens) -> bool:
