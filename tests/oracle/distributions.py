@@ -6,17 +6,10 @@ They are built from the quantities that the samplers of `vllm_hsd.rules` use the
 import numpy as np
 import torch
 
-from vllm_hsd.rules.chain import bonus_cdf, prefix_probabilities, recovered_cdf, verify_greedy
+from vllm_hsd.rules.chain import bonus_cdf, prefix_probabilities, recovered_cdf
 from vllm_hsd.rules.inputs import read_chain_batch
 from vllm_hsd.rules.residual import BlockedCDF, is_normalized
-from vllm_hsd.rules.tree import (
-    ROOT,
-    Tree,
-    TreeRows,
-    greedy_end,
-    rejection_steps,
-    traversal_stops,
-)
+from vllm_hsd.rules.tree import ROOT, Tree, TreeRows, rejection_steps, traversal_stops
 
 
 def chain_distribution(
@@ -31,7 +24,7 @@ def chain_distribution(
     Args:
         target_probs: [n + 1, V]; draft_probs: [n, V] or None; draft_token_ids: [n], as for
             verify_chain with one request.
-        method: "block", "standard" or "greedy".
+        method: "block" or "standard".
 
     Returns:
         float64 [n + 1, V]: entry [t, v] is P(t tokens are accepted and v follows | draft).
@@ -49,10 +42,6 @@ def chain_distribution(
     )
     assert is_normalized(target_probs).all()
     distribution = torch.zeros_like(batch.target_probs)
-    if method == "greedy":
-        token_ids, accepted = verify_greedy(batch, batch.target_probs.argmax(-1).numpy())
-        distribution[accepted[0], token_ids[0, accepted[0]]] = 1
-        return distribution
     if draft_probs is not None:
         assert is_normalized(draft_probs).all()
     m = int(np.logical_and.accumulate(batch.tokens[0] >= 0).sum())
@@ -82,7 +71,8 @@ def tree_distribution(
     """Exact distribution of (end of the accepted path, next token) for one tree of N nodes.
 
     Args:
-        target_probs: [N + 1, V]; draft_probs: [N, V] or None; tree; method: as for verify_tree.
+        target_probs: [N + 1, V]; draft_probs: [N, V] or None; tree: as for verify_tree.
+        method: "traversal" or "recursive_rejection".
 
     Returns:
         float64 [N + 1, V]: row 0 is the path that ends at the root, row i + 1 the one that ends at
@@ -95,10 +85,6 @@ def tree_distribution(
     rows = TreeRows(target_probs.double(), draft, tree, method)
     assert is_normalized(target_probs).all()
     distribution = torch.zeros_like(rows.target_probs)
-    if method == "greedy":
-        node, token = greedy_end(rows)
-        distribution[node + 1, token] = 1
-        return distribution
     if draft_probs is not None:
         assert is_normalized(draft_probs).all()
     if method == "traversal":
