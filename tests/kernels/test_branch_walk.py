@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from oracle.distributions import chain_distribution
+from oracle import sequential
+from oracle.exact import Choices, distribution_of
 from support import kernel_reference as reference
 from support.exact_joint_distribution import chi_square_p_value
 from support.proposal_states import poison_memory
@@ -141,37 +142,20 @@ def one_step(requests: int, shifted: int = 0):
     )
 
 
-def chances_of_chain() -> dict[tuple[int, ...], float]:
-    """What block verification of the chain emits."""
-    p, q = TABLE[torch.tensor([ROOT, *CHAIN])].softmax(-1), PROPOSAL.softmax(-1)
-    outcomes = chain_distribution(p, q, torch.tensor(CHAIN), method="block")
-    return {
-        (*CHAIN[:t], v): float(outcomes[t, v])
-        for t in range(len(CHAIN) + 1)
-        for v in range(3)
-        if outcomes[t, v] > 1e-12
-    }
-
-
-def exact_distribution() -> dict[tuple[int, ...], float]:
-    """Probability of every list of tokens: the chain's, each continued while a branch has it."""
-    distribution: dict[tuple[int, ...], float] = {}
-    going = chances_of_chain()
-    while going:
-        more: dict[tuple[int, ...], float] = {}
-        for text, chance in going.items():
-            if any(tuple(branch[: len(text)]) == text for branch in BRANCHES):
-                for v, p in enumerate(TABLE[text[-1]].exp().tolist()):
-                    more[(*text, v)] = more.get((*text, v), 0) + chance * p
-            else:
-                distribution[text] = distribution.get(text, 0) + chance
-        going = more
-    return distribution
+def emitted(choices: Choices) -> tuple[int, ...]:
+    """What a step emits: the chain's tokens, continued while a branch has them."""
+    p, q = TABLE[[ROOT, *CHAIN]].softmax(-1).tolist(), PROPOSAL.softmax(-1).tolist()
+    accepted, token = sequential.block(p, q, CHAIN, choices.bernoulli, choices.sample)
+    text = (*CHAIN[:accepted], token)
+    while any(tuple(branch[: len(text)]) == text for branch in BRANCHES):
+        text += (choices.sample(TABLE[text[-1]].softmax(-1).tolist()),)
+    return text
 
 
 def p_value(found) -> float:
+    exact = {text: float(p) for text, p in distribution_of(emitted).items()}
     pairs = zip(found.token_ids.tolist(), found.num_emitted.tolist(), strict=True)
-    return chi_square_p_value([tuple(row[:count]) for row, count in pairs], exact_distribution())
+    return chi_square_p_value([tuple(row[:count]) for row, count in pairs], exact)
 
 
 @pytest.mark.slow
