@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from support.eagle3_head import write_eagle3_head
+from support.cascades import head
 from support.engines import GREEDY, PROMPTS, ids, run_engine, run_jobs
 from support.level_files import cascade
 
@@ -30,10 +30,8 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
     """Above two requests nothing is drafted; the later prompts begin in cached blocks."""
     target = shutil.copytree(family.target, tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
-    (tmp_path / "head").mkdir()
-    head = write_eagle3_head(family.target, tmp_path / "head")
     levels = {
-        "head": [{"eagle3": head, "num_tokens": 1}, {"model": family.mid}],
+        "head": [{"eagle3": head(family), "num_tokens": 1}, {"model": family.mid}],
         "two levels": [{"model": family.small, "num_tokens": 1}, {"model": family.mid}],
         "three levels": [
             {"ngram": {"max": 3}, "num_tokens": 1},

@@ -1,9 +1,7 @@
 """Outputs of ended requests, drafted for others: whole engines."""
 
-from pathlib import Path
-
 import pytest
-from support.eagle3_head import write_eagle3_head
+from support.cascades import head
 from support.engines import GREEDY, PROMPTS, run_engine
 from support.level_files import cascade
 
@@ -27,12 +25,10 @@ def accepted(family, source: list[dict] | dict) -> tuple[list[list[int]], list[i
 
 
 @pytest.mark.parametrize("other", [None, "ngram", "eagle3"])
-def test_outputs_are_drafted_for_later_requests(other, family, greedy_tokens, tmp_path: Path):
+def test_outputs_are_drafted_for_later_requests(other, family, greedy_tokens):
     """Of 9 tokens, the first of which comes with the prompt; a head's first drafts are trusted."""
     suffix = {"suffix": {"min_acceptance": 0.01, "shared_tokens": 500}}
-    sources = {"ngram": {"ngram": {"min": 3, "max": 3}}, "eagle3": {"eagle3": str(tmp_path)}}
-    if other == "eagle3":
-        write_eagle3_head(family.target, tmp_path)
+    sources = {"ngram": {"ngram": {"min": 3, "max": 3}}, "eagle3": {"eagle3": head(family)}}
     level = suffix if other is None else {"sources": [suffix, sources[other]]}
     texts, counts = accepted(family, level)
     assert texts == [greedy_tokens[1]] * 3

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import cascades
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
@@ -172,10 +173,8 @@ def with_paths(level: dict, family, head: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def head(family, tmp_path_factory) -> str:
-    from support.eagle3_head import write_eagle3_head
-
-    return write_eagle3_head(family.target, tmp_path_factory.mktemp("head"))
+def head(family) -> str:
+    return cascades.head(family)
 
 
 # key of vLLM -> (value, where vLLM or the cascade finds it, or what refuses it)
@@ -225,10 +224,8 @@ def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, monkeypatch, key)
     assert eager == ("levels[0].enforce_eager is set" if key == "enforce_eager" else None)
 
 
-def test_mtp_layers_alone_are_vllms_own_drafter(family, tmp_path):
-    from support.stock_heads import write_mtp_target
-
-    target = write_mtp_target(family.target, tmp_path / "mtp")
+def test_mtp_layers_alone_are_vllms_own_drafter(family):
+    target = cascades.target_of("mtp", family)
     given = {**HEAD, "levels": [{"mtp": {}}], "verifier": "coupled"}
     found = configure(replace(family, target=target), given).speculative_config
     assert (found.method, found.model) == ("mtp", target)

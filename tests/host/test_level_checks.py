@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.cascades import head, target_of
 from support.damage import change_config, damaged_copy
-from support.eagle3_head import write_eagle3_head
 from support.engines import configuration_errors
-from support.stock_heads import write_mtp_target
 
 from vllm_hsd.cascade.exit_head import ExitHead, write_exit_head
 from vllm_hsd.cascade.text_store import collect_texts, write_store
@@ -49,9 +48,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     gemma = with_config(
         family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
     )
-    mtp = write_mtp_target(family.target, scratch / "mtp")
-    (scratch / "eagle3").mkdir()
-    eagle3 = write_eagle3_head(family.target, scratch / "eagle3")
+    mtp, eagle3 = target_of("mtp", family), head(family)
     parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
     table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
     write_store(collect_texts([np.arange(5)], vocab_size=5), table)
@@ -61,8 +58,8 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     write_store(collect_texts([np.array([1]), np.array([2])], vocab_size=64), short)
     cut.write_bytes(Path(table).read_bytes()[:100])
     for layer, hidden in ((1, 64), (9, 64), (1, 32)):
-        head = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
-        write_exit_head(head, scratch / "heads" / f"layer-{layer}-of-{hidden}")
+        own = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
+        write_exit_head(own, scratch / "heads" / f"layer-{layer}-of-{hidden}")
 
     def exit_head(name: str) -> dict:
         return {"exit_head": str(scratch / "heads" / name)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.eagle3_head import write_eagle3_head
+from support.cascades import head
 from support.engines import configuration_errors, run_engine
 
 BLOCK_SIZE = 32
@@ -92,9 +92,7 @@ def test_text_is_that_of_no_speculation(family, plain, tmp_path, lowest):
 @pytest.mark.slow
 def test_a_head_drafts_after_a_prefix_that_another_engine_has_read(family, plain, tmp_path):
     """The target's states of the prefix are in the other engine."""
-    head = write_eagle3_head(family.target, tmp_path)
-    store = tmp_path / "store"
-    found = [run(family, store, [{"eagle3": head}]) for _ in range(2)]
+    found = [run(family, tmp_path, [{"eagle3": head(family)}]) for _ in range(2)]
     assert all(result["outputs"] == plain for result in found)
     assert all(result["counters"]["spec_decode_num_draft_tokens"] > 0 for result in found)
 
