@@ -92,7 +92,10 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         ),
         (target({"model": family.mid, "quantization": "no-such"}), r"levels\[0\].*quantization"),
         (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
-        (on(experts, {"early_exit": 1}, engine={"data_parallel_size": 2}), "data_parallel_size"),
+        (
+            on(experts, {"early_exit": 1}, engine={"data_parallel_size": 2}),
+            "set data_parallel_size to 1",
+        ),
         (
             target({"model": family.mid}, engine={"pipeline_parallel_size": 2}),
             "pipeline_parallel_size",
@@ -118,6 +121,14 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         (
             on(gemma, {"early_exit": 1}),
             r"levels\[0\]\.early_exit works with the targets .*, not GemmaForCausalLM: use",
+        ),
+        (
+            on(
+                gemma,
+                {"sources": [{"ngram": {"max": 3}}, {"eagle3": eagle3}], "num_tokens": 3},
+                {"model": family.mid},
+            ),
+            r"levels\[0\]\.eagle3 reads hidden states that GemmaForCausalLM does not give",
         ),
         (
             on(gemma, exit_head("layer-1-of-64")),
