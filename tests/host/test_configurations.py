@@ -41,12 +41,26 @@ def configure(family, speculative_config: dict, **engine):
             "needs a drafter with probabilities, which 'ngram' is not",
         ),
         ({"method": "ngram", "levls": []}, r"^vLLM refuses levls: [^\n]*\.$"),
+        (
+            {"method": "ngram", "num_speculative_tokens": -2},
+            r"^vLLM refuses num_speculative_tokens: [^\n]*\.$",
+        ),
     ],
 )
 def test_what_is_refused_below_vllms_own_drafters(family, keys, message):
     given = {"num_speculative_tokens": 2, "rejection_sample_method": "hierarchical", **keys}
     with pytest.raises(UserError, match=message):
         configure(family, given)
+
+
+def test_vllm_sees_its_own_block_verification(family):
+    """Also in the processes that receive the configuration."""
+    drafter = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    for method in ("standard", "block", "hierarchical"):
+        config = configure(family, {**drafter, "rejection_sample_method": method})
+        found = pickle.loads(pickle.dumps(config.speculative_config))
+        assert found.rejection_sample_method == ("standard" if method == "standard" else "block")
+        assert isinstance(found, engine_hooks.NeedsHooks) == (method == "hierarchical")
 
 
 NGRAM, EXIT = {"ngram": {}}, {"early_exit": 1}
@@ -114,7 +128,6 @@ def sources(*lookups: dict, **keys) -> dict:
         ({"levels": [EAGLE3], "verifier": "standard"}, {}, "verifier has no meaning"),
         ({"levels": [EAGLE3], "verifier": "coupled"}, {}, None),
         ({"method": "ngram", **STOCK}, {}, None),
-        ({"method": "ngram", **STOCK, "num_speculative_tokens": 64}, {}, "num_speculative_tokens"),
         ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),
     ],
 )
