@@ -136,6 +136,14 @@ def crowded_plain(family):
     return {name: ids(result) for name, result in found.items()}
 
 
+def run_crowded(family, plain: dict, config: dict, patch: str | None) -> dict:
+    """Results of CROWDED_JOBS, whose texts are checked to be those of `crowded_plain`."""
+    engine = {"model": family.target, **CROWDED, "speculative_config": config}
+    results = run_engine(engine, CROWDED_JOBS, patch=patch)
+    assert {name: ids(result) for name, result in results.items()} == plain
+    return results
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -149,15 +157,10 @@ def test_a_crowded_engine_loses_nothing(name, how, request, family, crowded_plai
     """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
     if how != "recursion":
         request.getfixturevalue("as_on_gpus")
-    engine = {"model": family.target, **CROWDED}
-    results = run_engine(
-        {**engine, "speculative_config": configuration(name, family)},
-        CROWDED_JOBS,
-        patch="support.recorded_graph:serve" if how == "graphs" else None,
-    )
-    for job, expected in crowded_plain.items():
-        assert ids(results[job]) == expected, job
-        levels, counters = results[job]["levels"], results[job]["counters"]
+    patch = "support.recorded_graph:serve" if how == "graphs" else None
+    results = run_crowded(family, crowded_plain, configuration(name, family), patch)
+    for result in results.values():
+        levels, counters = result["levels"], result["counters"]
         assert levels[-1]["accepted"] == counters["spec_decode_num_accepted_tokens"] > 0
         assert all(0 <= level["accepted"] <= level["drafted"] for level in levels)
     assert results["preempted"]["counters"]["num_preemptions"] > 0
@@ -331,14 +334,9 @@ def test_large_batches_draft_nothing(as_on_gpus, family):
 )
 def test_levels_that_draft_now_and_then_lose_nothing(name, forced, family, crowded_plain):
     """`adaptive` on a CPU: levels take part in a step where they pay, or at random."""
-    speculative = {**configuration(name, family), "adaptive": True}
-    results = run_engine(
-        {"model": family.target, **CROWDED, "speculative_config": speculative},
-        CROWDED_JOBS,
-        patch="support.adversarial_depth:install" if forced else None,
-    )
-    for job, expected in crowded_plain.items():
-        assert ids(results[job]) == expected, job
+    config = {**configuration(name, family), "adaptive": True}
+    patch = "support.adversarial_depth:install" if forced else None
+    results = run_crowded(family, crowded_plain, config, patch)
     assert results["preempted"]["counters"]["num_preemptions"] > 0
     assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
     accepted = results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
@@ -376,14 +374,9 @@ def test_a_batch_that_drafts_now_and_then_loses_nothing(
     name, forced, as_on_gpus, family, crowded_plain
 ):
     """`adaptive`: the scheduler chooses a length or none, by what was faster or at random."""
-    speculative = {**configuration(name, family), "adaptive": True}
-    results = run_engine(
-        {"model": family.target, **CROWDED, "speculative_config": speculative},
-        CROWDED_JOBS,
-        patch="support.adversarial_depth:install_for_batches" if forced else None,
-    )
-    for job, expected in crowded_plain.items():
-        assert ids(results[job]) == expected, job
+    config = {**configuration(name, family), "adaptive": True}
+    patch = "support.adversarial_depth:install_for_batches" if forced else None
+    results = run_crowded(family, crowded_plain, config, patch)
     accepted = results["preempted"]["levels"][-1]["accepted"]
     assert accepted == results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
     assert accepted > 0 or not forced
