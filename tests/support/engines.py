@@ -343,7 +343,7 @@ def _counters(llm) -> dict[str, float]:
 
 
 def run_seeded(
-    target: str, speculative_config: dict | None = None, patch: str | None = None
+    target: str, speculative_config: dict | None = None
 ) -> tuple[dict[str, list[list[int]]], dict]:
     """Serve SEEDED_JOBS.
 
@@ -353,6 +353,6 @@ def run_seeded(
     engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     if speculative_config is not None:
         engine["speculative_config"] = speculative_config
-    found = run_engine(engine, SEEDED_JOBS, patch=patch)
+    found = run_engine(engine, SEEDED_JOBS)
     texts = {job: ids(result) for job, result in found.items()}
     return texts, found["together"]["counters"]
