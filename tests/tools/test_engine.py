@@ -5,21 +5,14 @@ import os
 import time
 
 import pytest
-from support.engines import forked
+from support.engines import ENGINE_DEFAULTS, PROMPTS, forked, started
 from support.level_files import cascade
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.engine import EngineProcess
 from vllm_hsd.tools.worker_process import WorkerProcess
 
-ENGINE = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "kv_cache_memory_bytes": 1 << 26,
-    "skip_tokenizer_init": True,
-}
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -64,19 +57,18 @@ def test_an_error_of_the_caller_ends_a_busy_process_at_once():
     assert not process._process.is_alive() and time.monotonic() - began < 300
 
 
-def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
+def test_one_engine_measures_generations_and_selects_levels(family):
     levels = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
-    engine_args = {**ENGINE, "model": family.target, **cascade(*levels, num_speculative_tokens=6)}
+    config = cascade(*levels, num_speculative_tokens=6)
     prompts = [[3, 4, 5], [7, 8, 9, 10]]
-    greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
-    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
-        both = engine.generate(prompts, greedy)
+    with started({"model": family.target, **config}) as engine:
+        both = engine.generate(prompts, GREEDY)
         engine.select_levels([1], [4])
-        one = engine.generate(prompts, [greedy, {**greedy, "max_tokens": 5}])
+        one = engine.generate(prompts, [GREEDY, {**GREEDY, "max_tokens": 5}])
         engine.select_levels([0], [2])
-        lowest = engine.generate(prompts, greedy)
+        lowest = engine.generate(prompts, GREEDY)
         engine.select_levels([0, 1], [3, 4])
-        again = engine.generate(prompts, greedy)
+        again = engine.generate(prompts, GREEDY)
         with pytest.raises(UserError, match=r"engine failed: levels \[2\]"):
             engine.select_levels([2], [4])
     assert [len(ids) for ids in both.token_ids] == [16, 16] and both.num_tokens == 32
@@ -95,13 +87,28 @@ def test_one_engine_measures_generations_and_selects_levels(family, tmp_path):
     assert both.levels[1]["forwards"] > 0 < again.levels[0]["forwards"]
 
 
-def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family, tmp_path):
+def test_sources_of_a_level_are_selected(family):
+    sources = [{"ngram": {"min": 1, "max": 3}}, {"suffix": {"min_acceptance": 0.01}}]
+    level = {"sources": [*sources, {"model": family.mid}]}
+    config = cascade(level, num_speculative_tokens=6)
+    with started({"model": family.target, **config}) as engine:
+        found = [engine.generate(PROMPTS, GREEDY)]
+        for selected in ([2], [0, 1], [1]):
+            engine.select_levels([0], [6], selected)
+            found.append(engine.generate(PROMPTS, GREEDY))
+    for run in found:
+        assert run.token_ids == found[0].token_ids
+        assert 0 < run.accepted <= run.drafted
+    forwards = [run.levels[0]["forwards"] for run in found]
+    assert forwards[0] > 0 and forwards[1] > 0 and forwards[2] == forwards[3] == 0
+
+
+def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family):
     """A request in the same slot would be served the text of the last one as drafts."""
     levels = {"suffix": {}, "num_tokens": 3}, {"model": family.mid}
-    engine_args = {**ENGINE, "model": family.target, **cascade(*levels, num_speculative_tokens=6)}
-    greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-    found = []
-    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
+    config = cascade(*levels, num_speculative_tokens=6)
+    greedy, found = {**GREEDY, "max_tokens": 24}, []
+    with started({"model": family.target, **config}) as engine:
         for _ in range(2):
             engine.select_levels([0], [3])
             found.append(engine.generate([[3, 4, 5]], greedy))
@@ -119,7 +126,7 @@ def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family, tmp_p
     ],
 )
 def test_text_arrives_while_it_is_generated(text_family, tmp_path, start):
-    arguments = {**ENGINE, "model": text_family.target, "skip_tokenizer_init": False}
+    arguments = {**ENGINE_DEFAULTS, "model": text_family.target, "skip_tokenizer_init": False}
     pieces: list[tuple[int, str]] = []
     with EngineProcess(arguments, log=tmp_path / "log", **start()) as engine:
         params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -133,7 +140,7 @@ def test_text_arrives_while_it_is_generated(text_family, tmp_path, start):
 
 def test_engines_that_cannot_start_say_why(family, tmp_path):
     speculative = {"method": "hsd", "adaptive": False, "num_speculative_tokens": 2}
-    wrong = {**ENGINE, "model": family.target, "speculative_config": speculative}
+    wrong = {**ENGINE_DEFAULTS, "model": family.target, "speculative_config": speculative}
     log = tmp_path / "log"
     with (
         EngineProcess(wrong, "engine 'wrong'", log=log, **forked()) as engine,
