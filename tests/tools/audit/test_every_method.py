@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from support.engines import ENGINE_DEFAULTS, forked
+from support.engines import started
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
 from support.stock_heads import write_eagle_head, write_mtp_target
 from support.tiny_models import Family, build_family, byte_tokenizer
@@ -12,7 +12,6 @@ from vllm_hsd.tools.audit import sampled
 from vllm_hsd.tools.audit.drafters import OFFERS, drafters_of, keeps_seeds
 from vllm_hsd.tools.audit.sampled import Setting
 from vllm_hsd.tools.audit.statistics import ERROR_PROBABILITY, adjusted
-from vllm_hsd.tools.engine import EngineProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -128,10 +127,9 @@ def test_twenty_sound_runs_pass(models, name):
     """At the stated error probability all runs of this test together fail once in 26 times."""
     target, config = served(name, models)
     drafters = drafters_of(config)
-    arguments = {**ENGINE_DEFAULTS, "model": target}
     settings = [Setting(1.0)]
     runs = []
-    with EngineProcess(arguments | {"speculative_config": config}, **forked()) as engine:
+    with started({"model": target, "speculative_config": config}) as engine:
         for run in range(RUNS):
             prompts = [[3 + run, 5 + i, 7 + 2 * i] for i in range(32)]
             seeded = 0 if keeps_seeds(config) else 2
@@ -141,25 +139,21 @@ def test_twenty_sound_runs_pass(models, name):
                     params["seed"] += 1000 * run
             offers = OFFERS if drafters.recorded else None
             options = {"offers": offers, "certain": drafters.certain}
-            runs.append(sampled.generate(engine, plan, 64, silent, **options))
+            runs.append(sampled.generate(engine, plan, 64, print, **options))
     for drafter in drafters.models:
-        with EngineProcess(arguments | {"model": drafter.model}, **forked()) as engine:
+        with started({"model": drafter.model}) as engine:
             for texts in runs:
                 scale = drafter.temperature_scale
-                sampled.add_drafter(engine, texts, drafter.name, scale, 64, silent)
+                sampled.add_drafter(engine, texts, drafter.name, scale, 64, print)
     least = []
-    with EngineProcess(arguments, **forked()) as engine:
+    with started({"model": target}) as engine:
         for run, texts in enumerate(runs):
             assert texts.rows
-            ranges = sampled.scored(engine, texts, 64, silent)
+            ranges = sampled.scored(engine, texts, 64, print)
             checks = sampled.checks(texts, ranges, "float32", run)
             least.append(min(adjusted([check.p_value for check in checks])))
     print(f"{name}: {list(runs[0].rows)}, lowest of {RUNS} runs {min(least):.2g}")
     assert min(least) >= ERROR_PROBABILITY
-
-
-def silent(text: str) -> None:
-    """Shows no progress."""
 
 
 @pytest.mark.parametrize("name", STOCK)

@@ -4,7 +4,7 @@ import pkgutil
 
 import pytest
 from support.cascades import cascade
-from support.engines import ENGINE_DEFAULTS, forked
+from support.engines import forked, started
 
 from vllm_hsd.tools.audit import sampled, self_test
 from vllm_hsd.tools.audit.drafters import OFFERS
@@ -12,11 +12,6 @@ from vllm_hsd.tools.audit.mutants import MUTANTS
 from vllm_hsd.tools.audit.sampled import Setting
 from vllm_hsd.tools.cli import verify_report, verify_runs
 from vllm_hsd.tools.cli.verify_report import NOT_ENOUGH
-from vllm_hsd.tools.engine import EngineProcess
-
-
-def silent(text: str) -> None:
-    """Shows no progress."""
 
 
 def test_a_cascade_passes(text_family, verify, capsys):
@@ -102,7 +97,7 @@ def test_what_mutants_replace_is_there():
     ids=["fast", "all"],
 )
 def test_mutants_are_found_and_the_sound_sampler_is_not(tmp_path, num_tokens, mutants):
-    results = self_test.run(tmp_path, num_tokens, silent, forked(), mutants)
+    results = self_test.run(tmp_path, num_tokens, print, forked(), mutants)
     assert [result.name for result in results] == [self_test.SOUND, *mutants]
     page = verify_report.self_test_page(results)
     print(page)
@@ -121,16 +116,15 @@ TRIALS = 131_072
 def test_many_tokens_follow_the_target(family, temperature, filters):
     settings = [Setting(temperature, filters)]
     prompts = [[2 + i, 3, 5 + 2 * i] for i in range(20)]
-    arguments = {**ENGINE_DEFAULTS, "model": family.target}
     # Its drafts are too sure of themselves, and long enough that few tokens show the last place.
     levels = [{"model": family.target, "temperature_scale": 0.7}]
     # A drafter as slow as the target would not pay.
     config = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels, "adaptive": False}
-    with EngineProcess(arguments | {"speculative_config": config}, **forked()) as engine:
+    with started({"model": family.target, "speculative_config": config}) as engine:
         plan = sampled.planned(prompts, settings, 21 * TRIALS // 4, 64)
-        texts = sampled.generate(engine, plan, 64, silent)
-    with EngineProcess(arguments, **forked()) as engine:
-        ranges = sampled.scored(engine, texts, 64, silent)
+        texts = sampled.generate(engine, plan, 64, print)
+    with started({"model": family.target}) as engine:
+        ranges = sampled.scored(engine, texts, 64, print)
     checks = sampled.checks(texts, ranges, "float32", 0)
     assert not sampled.failures(checks)
     tested = {check.place: check.num_tokens for check in checks if check.method == "KS"}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.eagle3_head import roll_out, states, write_eagle3_head
-from support.engines import forked
+from support.engines import started
+from support.level_files import cascade
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.engine import EngineProcess
 from vllm_hsd.tools.planner.acceptance import measure_acceptance
 from vllm_hsd.tools.planner.eagle3_head import HeadDrafter, load_head
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
@@ -87,14 +87,7 @@ def measured(models, text_family):
 def test_tokens_per_step_are_predicted(measured, models, text_family, verifier):
     """Of an engine: the head alone, and below a model whose drafts the target verifies."""
     levels = [{**each.keys(), "num_tokens": 5} for each in models.candidates]
-    arguments = {
-        "model": text_family.target, "dtype": "float32", "enforce_eager": True,
-        "max_model_len": 128, "kv_cache_memory_bytes": 1 << 26,
-        "speculative_config": {
-            "method": "hsd", "levels": levels, "num_speculative_tokens": 5, "verifier": verifier,
-            "adaptive": False,
-        },
-    }  # fmt: skip
+    arguments = {"model": text_family.target, **cascade(*levels, verifier=verifier)}
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, text_family.vocabulary, size=6).tolist() for _ in range(64)]
     # A seed would couple the drafts to the target's draws.
@@ -105,7 +98,7 @@ def test_tokens_per_step_are_predicted(measured, models, text_family, verifier):
         reread=frozenset({HEAD}),
     )  # fmt: skip
     nothing = np.where(np.arange(6) > 0, 0.0, sets.acceptance.survival)
-    with EngineProcess(arguments, "the engine", **forked()) as engine:
+    with started(arguments) as engine:
         for selection in (Selection((HEAD,), (3,)), Selection((HEAD, MID), (2, 5))):
             engine.select_levels(selection.levels, selection.draft_lengths)
             found = engine.generate(prompts, params)
