@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from support.bench_check import check_bench
-from support.engines import forked
+from support.engines import forked, started
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels.base import BRANCHES
@@ -322,10 +322,14 @@ def test_wrong_arguments_get_one_sentence_and_status_2(option, value, message, c
     assert message in errors and errors.count("\n") == 1
 
 
-def test_a_bad_configuration_ends_bench_before_it_measures(
-    text_family, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
+@pytest.fixture
+def forks(monkeypatch) -> None:
+    """The command's processes, which a user's machine spawns, have vLLM imported."""
+    for module, cls in ((bench, WorkerProcess), (bench_runs, EngineProcess)):
+        monkeypatch.setattr(module, cls.__name__, functools.partial(cls, **forked()))
+
+
+def test_a_bad_configuration_ends_bench_before_it_measures(forks, text_family, tmp_path, capsys):
     command = ["bench", "--model", text_family.target, "--output", str(tmp_path / "out")]
     for config in (NGRAM, {**CASCADE, "levelz": 1}):
         command += ["--speculative-config", json.dumps(config)]
@@ -335,11 +339,8 @@ def test_a_bad_configuration_ends_bench_before_it_measures(
     assert "levelz" in captured.err and "loading" not in captured.err and not captured.out
 
 
-def test_a_cascade_is_compared_with_no_speculation(text_family, tmp_path, capsys, monkeypatch):
-    """The whole command, whose engines a user's machine spawns; `test_wheel` does (slow)."""
-    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
-    engine = functools.partial(EngineProcess, **forked())
-    monkeypatch.setattr(bench_runs, "EngineProcess", engine)
+def test_a_cascade_is_compared_with_no_speculation(forks, text_family, tmp_path, capsys):
+    """The whole command; `test_wheel` spawns its engines (slow)."""
 
     def vllm_hsd(*arguments):
         assert cli.main(list(arguments)) == 0
@@ -348,10 +349,7 @@ def test_a_cascade_is_compared_with_no_speculation(text_family, tmp_path, capsys
     check_bench(vllm_hsd, text_family, tmp_path)
 
 
-def test_prompts_with_a_prediction_and_a_grammar(text_family, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
-    engine = functools.partial(EngineProcess, **forked())
-    monkeypatch.setattr(bench_runs, "EngineProcess", engine)
+def test_prompts_with_a_prediction_and_a_grammar(forks, text_family, tmp_path, capsys):
     schema = {"enum": ["one of them, at length", "only this one, otherwise"]}
     # Whatever the answer begins with, a place follows it.
     predicted = {"hsd_prediction": "".join(map(chr, range(32, 127)))}
@@ -392,19 +390,13 @@ def test_prompts_with_a_prediction_and_a_grammar(text_family, tmp_path, capsys, 
     assert all(row["sources"]["prediction"]["drafted"] > 0 for row in rows[1:3])
 
 
-def test_gaps_come_from_the_target_itself(text_family, tmp_path):
+def test_gaps_come_from_the_target_itself(text_family):
     """The likeliest token has none, and an unlikely one is no near tie."""
     # On virtual machines that claim AMX bfloat16 models may end in an illegal instruction.
     claims_amx = {"amx_bf16", "hypervisor"} <= system.flags()
-    engine_args = {
-        "model": text_family.target,
-        "dtype": "float32" if claims_amx else "bfloat16",
-        "enforce_eager": True,
-        "max_model_len": 64,
-        "kv_cache_memory_bytes": 1 << 26,
-    }
+    dtype = "float32" if claims_amx else "bfloat16"
     context = (20, 21, 22)
-    with EngineProcess(engine_args, log=tmp_path / "log", **forked()) as engine:
+    with started({"model": text_family.target, "dtype": dtype}) as engine:
         params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5}
         best = engine.generate([context], params).token_ids[0][0]
         wrong = (best + 1) % text_family.vocabulary
