@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from robustness.test_full_disk import write_tables_of_a_profile
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 from support.damaged_bytes import (
@@ -271,11 +272,8 @@ def test_profiles_with_damaged_bytes(tmp_path):
 
 def test_damaged_tables_whose_digest_fits(tmp_path):
     """A NaN in them is what `test_profile_files` sees refused."""
-    rng, path = np.random.default_rng(0), tmp_path / "profile.json"
-    made = Profile(**plain_profile() | {"tables": ""})
-    survival = -np.sort(-rng.random((3, 3, 5, 5, 5)), axis=-1)
-    made.set_tables({"block": survival, "standard": survival / 2})
-    made.save(path)
+    path = tmp_path / "profile.json"
+    write_tables_of_a_profile(path)
     tables, content = tables_file(path), json.loads(path.read_text())
     whole, change = tables.read_bytes(), random.Random(0)
     for _ in range(COUNT):
