@@ -1,10 +1,13 @@
 """What a request says of its drafts: predictions, draft lengths; none of it changes a text."""
 
+import os
+from unittest import mock
+
 import pytest
 from support.adapters import write_adapter
 from support.cascades import stock
 from support.eagle3_head import write_eagle3_head
-from support.engines import ids, in_process, run_engine, run_jobs
+from support.engines import AS_ON_GPUS, ids, in_process, run_engine, run_jobs
 from support.level_files import cascade
 from support.marks import slow
 
@@ -63,15 +66,7 @@ ENGINES = {
         **CROWDED,
     },
 }
-ON_GPUS = "engines.test_request_keys:as_on_a_gpu"
 SLOW = ("adaptive", "next to a model")
-
-
-def as_on_a_gpu() -> None:
-    """Proposals of a fixed schedule, which the host does not read."""
-    from vllm_hsd.config import platform
-
-    platform.read_on_host = lambda: False
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +104,8 @@ def jobs(plain) -> dict:
 def results(request, family, jobs) -> tuple[str, dict]:
     # Small blocks: later jobs find their prompts computed.
     engine = {"model": family.target, "block_size": 32, **ENGINES[request.param](family)}
-    patch = ON_GPUS if "as on a GPU" in request.param else None
-    return request.param, run_engine(engine, jobs, patch=patch)
+    with mock.patch.dict(os.environ, {AS_ON_GPUS: "1"} if "as on a GPU" in request.param else {}):
+        return request.param, run_engine(engine, jobs)
 
 
 def test_no_key_changes_a_text(results, plain):
@@ -147,15 +142,14 @@ def goes_on(llm, jobs) -> dict:
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-@pytest.mark.parametrize("patch", [None, ON_GPUS])
-def test_a_request_that_drafts_nothing_leaves_no_hole_in_shared_blocks(family, levels, patch):
+def test_a_request_that_drafts_nothing_leaves_no_hole_in_shared_blocks(proposals, family, levels):
     """Models equal to the target: what they lack would cost acceptance."""
     model = {"model": family.target}
     below = [{**model, "num_tokens": 2 + k} for k in range(levels - 1)]
     engine = {**model, **cascade(*below, model), "block_size": 32}
     off = {**GREEDY, "max_tokens": 100, "extra_args": {"hsd_num_tokens": 0}}
     jobs = {"off": {"prompts": PROMPTS[2:3], "params": off}}
-    found = run_engine(engine, jobs, work=goes_on, patch=patch)
+    found = run_engine(engine, jobs, work=goes_on)
     assert found["counters"]["prefix_cache_hits"] >= 96
     *_, level = found["levels"]
     # A GPU may draft after the last token.
@@ -180,8 +174,9 @@ def test_adapters(family, tmp_path):
     job = {"prompts": PROMPTS[:6], "params": GREEDY, "adapters": [None, first, second] * 2}
     expected = ids(run_engine(lora, {"a": job})["a"])
     job = {**job, "params": said([GREEDY] * 6, [{"hsd_prediction": expected[1]}] * 6)}
-    for patch in (None, ON_GPUS):
-        found = run_engine({**lora, **cascade(PREDICTION)}, {"a": job}, patch=patch)["a"]
+    for variables in ({}, {AS_ON_GPUS: "1"}):
+        with mock.patch.dict(os.environ, variables):
+            found = run_engine({**lora, **cascade(PREDICTION)}, {"a": job})["a"]
         assert ids(found) == expected
         assert found["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
 
