@@ -268,7 +268,7 @@ def test_a_file_before_an_edit_has_another_name_and_other_lines():
         assert len(set(lines) - {f"    token = {i}" for i in range(40)}) == 1
 
 
-def test_verdicts_are_drawn_and_averaged(tmp_path):
+def test_entropies_of_verdicts_are_drawn_and_averaged(tmp_path):
     rows = [
         {
             "way": way, "temperature": 0.0, "question": 0, "category": "math", "turn": turn,
