@@ -134,7 +134,7 @@ def test_engine_arguments_of_the_setting_take_the_place_of_the_items(setting):
     assert process.engine_args["max_num_seqs"] == 8 and process.engine_args["model"] == "m"
 
 
-def test_all_requests_of_the_distribution_draft(family, monkeypatch):
+def test_all_requests_of_the_distribution_draft(family):
     """And none has a seed: of such a request drafts change nothing, whatever the verifier does."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup

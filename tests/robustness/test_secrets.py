@@ -1,6 +1,7 @@
 """Nothing that a user gave as a secret stands in a log, a message or a file."""
 
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from vllm_hsd.tools.engine import EngineProcess
 TOKEN, PATH = "hf_marked_token", "/marked/secret/path"
 SECRETS = (TOKEN, PATH)
 MARKED = {"hf_token": TOKEN, "hf_overrides": {"marked_directory": PATH}}
-STOCK = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+STOCK = stock("ngram", prompt_lookup_max=4)
 
 
 def configurations(family, files) -> dict[str, dict]:
     return {
         "block": {**STOCK, "rejection_sample_method": "block"},
-        "hierarchical": {**STOCK, "rejection_sample_method": "hierarchical"},
+        "hierarchical": STOCK,
         "draft model": stock("draft_model", model=family.mid),
         "unknown key": {"method": "hsd", "num_speculative_tokens": 4, "lvls": []},
         **{
@@ -114,11 +115,9 @@ def leaking(paths: list[Path]) -> list[str]:
 
 
 def test_doctor_prints_no_secret(family, capsys):
-    arguments = ["--hf-token", TOKEN, "--hf-overrides", f'{{"marked_directory": "{PATH}"}}']
-    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, %s}'
-    config %= '"rejection_sample_method": "hierarchical"'
-    line = ["doctor", "--model", family.target, "--speculative-config", config, "--", *arguments]
-    assert cli.main(line) == 0
+    given = ["--model", family.target, "--speculative-config", json.dumps(STOCK)]
+    marked = ["--hf-token", TOKEN, "--hf-overrides", json.dumps(MARKED["hf_overrides"])]
+    assert cli.main(["doctor", *given, "--", *marked]) == 0
     printed = capsys.readouterr()
     assert "SpeculativeConfig(" in printed.out
     assert not any(secret in printed.out + printed.err for secret in SECRETS)
@@ -129,8 +128,7 @@ def test_a_server_writes_no_secret(tmp_path):
     """But for the line in which vLLM repeats its arguments."""
     key = "marked-api-key"
     arguments = {"hf-token": TOKEN, "api-key": key, "skip-tokenizer-init": False}
-    model, config = neighbours.ENGINE["model"], stock("ngram", prompt_lookup_max=4)
-    with running_server(model, tmp_path, config, arguments) as server:
+    with running_server(neighbours.ENGINE["model"], tmp_path, STOCK, arguments) as server:
         pass
     lines = [line for line in server.log.read_text().splitlines() if not is_vllms(line)]
     assert [line for line in lines if key in line or TOKEN in line] == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import stand_in_servers
 from support.openai_server import running_server
+from support.soak_servers import two_models
 from support.stand_in_servers import VOCABULARY, listening, logprobs_after
 
 from vllm_hsd.tools.audit.quantiles import token_ranges
@@ -114,8 +115,7 @@ def test_real_servers(text_family, tmp_path, capsys):
 
     vLLM's own methods are no control on a CPU: with top_k its fault there ends the engine.
     """
-    levels = [{"model": text_family.small, "num_tokens": 3}, {"model": text_family.mid}]
-    cascade = {"method": "hsd", "num_speculative_tokens": 5, "levels": levels, "adaptive": False}
+    cascade = two_models(text_family)
     plugins = {"sound": None, "biased": "support.biased_sampler:install_drafts_of_other_rows"}
     statuses, found = {}, {}
     with running_server(text_family.target, new(tmp_path / "plain"), **FREE) as plain:
