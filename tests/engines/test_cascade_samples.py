@@ -44,13 +44,8 @@ def p_values(
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("two models", "suffix, model", "entropy", "horizontal", "n-grams, model"),
-        *("lookup, exit, model", "mtp", "stock model", "stock head"),
-    ],
-)
+# More samples of other cascades: test_sampled_distribution.py, test_level_kinds.py.
+@pytest.mark.parametrize("name", ["suffix, model", "mtp", "stock model", "stock head"])
 def test_sampled_text_follows_the_target(name, small_vocabulary):
     target, config = target_of(name, small_vocabulary), configuration(name, small_vocabulary)
     found = p_values(target, config, {"temperature 1": {}, "top_p": {"top_p": 0.8}})
