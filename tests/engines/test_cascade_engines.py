@@ -1,7 +1,6 @@
 """Whole engines: cascades, and our verifier below vLLM's drafters."""
 
 import functools
-import itertools
 from unittest import mock
 
 import pytest
@@ -19,7 +18,6 @@ from support.engines import (
     PROMPTS,
     ids,
     run_engine,
-    run_job,
     run_jobs,
     run_seeded,
 )
@@ -238,82 +236,6 @@ def test_a_head_drafts_alike_whether_its_passes_were_skipped(as_on_gpus, family)
     assert all(len(draft) == 4 for draft in after.values())
     for every, length, drawn, draft in in_turns:
         assert drawn and draft == after[length][: len(draft)] and len(draft) == (4 if every else 1)
-
-
-def run_counted_jobs(llm, jobs: dict[str, dict]) -> dict:
-    """The jobs, each with its "steps": passes of all levels, and tokens drafted for each request.
-
-    In a job "forgotten" the cascade forgets after each step which texts its levels have missed.
-    """
-    from vllm_hsd.host.program_models import ProgramModel
-    from vllm_hsd.host.speculator import CascadeSpeculator
-
-    steps: list[dict] = []
-    compute, propose, passes = ProgramModel.compute, CascadeSpeculator.propose, itertools.count()
-
-    def counted(self, *args):
-        next(passes)
-        return compute(self, *args)
-
-    def recorded(self, batch, *args, **kwargs):
-        before = next(passes)
-        drafts = propose(self, batch, *args, **kwargs)
-        rows = self.state.row_of_slot[batch.idx_mapping[: batch.num_reqs].long()]
-        drafted = self.state.draft_length[rows.clamp(min=0)] * (rows >= 0)
-        step = {"prompts": bool(batch.has_prefill), "passes": next(passes) - before - 1}
-        steps.append({**step, "drafted": drafted.tolist()})
-        if name == "forgotten":
-            self.stale[:] = False
-        return drafts
-
-    results = {}
-    with (
-        mock.patch.object(ProgramModel, "compute", counted),
-        mock.patch.object(CascadeSpeculator, "propose", recorded),
-    ):
-        for name, job in jobs.items():
-            results[name] = {**run_job(llm, **job), "steps": steps.copy()}
-            steps.clear()
-    return results
-
-
-@pytest.mark.slow
-def test_large_batches_draft_nothing(as_on_gpus, family):
-    """Requests join until an engine stops drafting, and what their levels have missed stays so.
-
-    A step of decodes above the limit runs no level; new requests draft when the others have left.
-    """
-    speculative = {**configuration("two models", family), "disable_by_batch_size": 2}
-    params = [{**GREEDY, "max_tokens": n} for n in (30, 24, 8, 8)]
-    joining = {"prompts": PROMPTS, "params": params, "arrive": [0, 1, 6, 6]}
-    alone = {"prompts": PROMPTS[:1], "params": GREEDY}
-    jobs = {"joining": joining, "anew": alone, "forgotten": joining}
-    engine = {"model": family.target, "max_num_seqs": 4}
-    configured = {**engine, "speculative_config": speculative}
-    found = run_engine(configured, jobs, work=run_counted_jobs)
-    plain = run_engine(engine, {"all": {"prompts": PROMPTS, "params": params}})["all"]
-    assert ids(found["joining"]) == ids(found["forgotten"]) == ids(plain)
-    top = found["joining"]["levels"][-1]
-    counted = found["joining"]["counters"]["spec_decode_num_accepted_tokens"]
-    assert top["accepted"] == counted > 0
-
-    def parts(job: str) -> tuple[list[dict], ...]:
-        """Steps before the limit is exceeded, of prompts and of decodes above it, and after."""
-        steps = found[job]["steps"]
-        large = [i for i, step in enumerate(steps) if len(step["drafted"]) > 2]
-        above = steps[large[0] : large[-1] + 1]
-        reading, decoding = ([s for s in above if s["prompts"] is read] for read in (True, False))
-        return steps[: large[0]], reading, decoding, steps[large[-1] + 1 :]
-
-    before, reading, decoding, after = parts("joining")
-    assert any(sum(step["drafted"]) for step in before)
-    assert reading and all(step["passes"] == 2 for step in reading)
-    # Four requests take 7 more steps at least, and the two that go on take some.
-    assert len(decoding) >= 7 and after
-    assert not any(step["passes"] or any(step["drafted"]) for step in decoding + after)
-    assert any(sum(step["drafted"]) for step in found["anew"]["steps"])
-    # Negative control: nobody remembers what was missed.
-    assert any(sum(step["drafted"]) for step in parts("forgotten")[-1])
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,10 @@ def test_no_encoder_outputs_are_gathered(monkeypatch):
     ("levels", "prompt", "stale"), [(1, 1, False), (3, 1, True), (3, 2, False), (4, 2, True)]
 )
 def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, stale):
-    served = runner([{}] * 3, "two")
+    """Levels read prompts in any batch, here in one that is too large to draft."""
+    served, passes = runner([{}] * 3, "two"), []
+    level = SimpleNamespace(in_target_cache=False, compute=lambda *args: passes.append(args))
+    served.drafter.hosted = [level]
     shortest = schedule_of(*range(2, levels + 2)).shortest_prompt
     served.drafter.schedule = SimpleNamespace(shortest_prompt=shortest)
     served.drafter.stale[:] = True
@@ -262,6 +265,8 @@ def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, 
         num_reqs=2,
         has_prefill=True,
         num_tokens_after_padding=0,
+        input_ids=served.slots[:0],
+        positions=served.slots[:0],
         idx_mapping_np=np.array([2, 0]),
         prefill_len_np=np.array([prompt, prompt]),
         is_prefilling_np=np.array([True, False]),
@@ -269,7 +274,7 @@ def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, 
     served.drafter.state = served.drafter.state.bucket(1)
     nothing = torch.zeros(2, dtype=torch.int32)
     served.drafter.propose(batch, {}, {}, None, None, nothing, *[None] * 5)
-    assert served.drafter.stale.tolist() == [True, True, stale]
+    assert served.drafter.stale.tolist() == [True, True, stale] and len(passes) == 1
 
 
 def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypatch):
