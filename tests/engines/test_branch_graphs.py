@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engines.test_branches import texts
 from support import engines, hosted_branches, recorded_graph
 from support.engines import ids
 from support.hosted_branches import NoBranches, Oracle, runner_of
@@ -88,15 +89,6 @@ def in_graphs(llm, work):
     return results, seen, replays, found
 
 
-def texts_of(jobs: dict, results: dict) -> list[list[int]]:
-    """Prompts and answers of all jobs, for an oracle."""
-    return [
-        prompt + output
-        for name, job in jobs.items()
-        for prompt, output in zip(job["prompts"], ids(results[name]), strict=True)
-    ]
-
-
 def engine(family, rows: int, **keys) -> dict:
     levels = [{"sources": [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}], "branches": rows}]
     hsd = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels, **keys}
@@ -105,10 +97,10 @@ def engine(family, rows: int, **keys) -> dict:
 
 def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
     """And not with a buffer that captured kernels read but that is not refreshed."""
-    texts = [p + tokens for p, tokens in zip(engines.PROMPTS, greedy_tokens, strict=True)]
+    known = [p + tokens for p, tokens in zip(engines.PROMPTS, greedy_tokens, strict=True)]
     short = {**engines.GREEDY, "max_tokens": 4}
     stale = {"two": {"prompts": engines.PROMPTS[2:], "params": short}}
-    work = Oracle(texts, 64, seed=1), {"joining": engines.JOBS["joining"]}, [1, 4], stale
+    work = Oracle(known, 64, seed=1), {"joining": engines.JOBS["joining"]}, [1, 4], stale
     found = engines.run_engine(engine(family, rows=2), work, work=in_graphs)
     results, seen, replays, without = found
     assert ids(results["joining"]) == greedy_tokens
@@ -175,7 +167,7 @@ def test_replayed_steps_of_all_kinds(family):
     }
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
     plain = engines.run_engine({"model": family.target, **base}, jobs)
-    work = Oracle(texts_of(jobs, plain), 64, seed=1), jobs, prompts[2]
+    work = Oracle(texts(jobs, plain), 64, seed=1), jobs, prompts[2]
     found = engines.run_engine(engine(family, rows=3), work, work=in_graphs_with_prompts)
     results, seen, replays, padded_prompts, (difference, won) = found
     for name, result in plain.items():
@@ -223,7 +215,7 @@ def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
     base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
     plain = engines.run_engine({"model": family.target, **base}, jobs)
     given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
-    work = RightAtTheEnd(texts_of(jobs, plain), 64, seed=1), jobs, [1, 4], {}
+    work = RightAtTheEnd(texts(jobs, plain), 64, seed=1), jobs, [1, 4], {}
     results, seen, replays, others = engines.run_engine(given, work, work=in_graphs_by_turns)
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name

@@ -57,12 +57,12 @@ def cascade(*sources, branches: int | None, **keys) -> dict:
 
 
 def texts(jobs: dict, results: dict) -> list[list[int]]:
-    """Prompts with their outputs, of all jobs."""
+    """Prompts with each of their outputs, of all jobs, for an oracle."""
     return [
-        prompt + output[0]["ids"]
+        prompt + sequence["ids"]
         for name, job in jobs.items()
         for prompt, output in zip(job["prompts"], results[name]["outputs"], strict=True)
-        if output
+        for sequence in output or []
     ]
 
 

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from engines.test_branches import texts
 from support import hosted_branches
 from support.adapters import write_adapter
 from support.engines import differing, ids, run_engine, started
@@ -52,16 +53,10 @@ def compare(model: str, arguments: dict, jobs: dict, vocabulary: int = 64) -> di
     """Results with branches that follow known texts for a while; asserts that they are equal."""
     arguments = {"model": model, **BASE, **arguments}
     plain = run_engine(arguments, jobs)
-    known = [
-        prompt + each["ids"]
-        for name, job in jobs.items()
-        for prompt, sequences in zip(job["prompts"], plain[name]["outputs"], strict=True)
-        for each in sequences
-    ]
     lookups = [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}]
     levels = cascade({"sources": lookups, "branches": 3})
     with started({**arguments, **levels}) as process:
-        oracle = Oracle(known, vocabulary, seed=1)
+        oracle = Oracle(texts(jobs, plain), vocabulary, seed=1)
         results, seen = process.call(hosted_branches.run, oracle, jobs)
     assert differing(results, plain) == []
     assert seen["won"] > 30
