@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import triton_cpu
-from support.engines import GREEDY, PROMPTS, run_seeded
+from support.engines import GREEDY, PROMPTS, SEEDED_JOBS, ids, run_engine
 from transformers import AutoModelForCausalLM
 
 triton_cpu.prepare_vllm()
@@ -33,7 +33,8 @@ def greedy_tokens(family) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def seeded_tokens(family) -> dict[str, list[list[int]]]:
-    """What plain vLLM samples in the jobs of `engines.run_seeded`."""
-    texts, _ = run_seeded(family.target)
+    """What plain vLLM samples in `engines.SEEDED_JOBS`."""
+    engine = {"model": family.target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    texts = {job: ids(result) for job, result in run_engine(engine, SEEDED_JOBS).items()}
     assert texts["together"] == texts["joining"]
     return texts

@@ -16,10 +16,10 @@ from support.engines import (
     GREEDY,
     JOBS,
     PROMPTS,
+    SEEDED_JOBS,
     ids,
     run_engine,
     run_jobs,
-    run_seeded,
 )
 from support.marks import slow
 from transformers import AutoModelForCausalLM
@@ -28,33 +28,6 @@ from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def run_greedy_and_mixed(target: str, speculative_config: dict, greedy: list[list[int]]) -> dict:
-    """Check greedy tokens, of requests that join one by one and of one among sampled ones.
-
-    Prompts are prefilled in chunks of 24 tokens at most. Programs of kernels run in a random order
-    on two threads, their addresses are checked, and their arrays begin with poison.
-
-    Returns:
-        the result of a job with greedy and sampled requests in one batch.
-    """
-    engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    engine["speculative_config"] = speculative_config
-    results = run_engine(engine, JOBS, patch="support.triton_cpu:check_programs")
-    assert ids(results["joining"]) == greedy
-    assert results["mixed"]["outputs"][0][0]["ids"] == greedy[0]
-    return results["mixed"]
-
-
-def check_counts(name: str, counters: dict, least_accepted: float) -> None:
-    """vLLM's small drafters may guess nothing; the target itself accepts that share at least."""
-    accepted, drafted = (counters[f"spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
-    assert drafted > 0
-    if name == "stock model, equal":
-        assert accepted >= least_accepted * drafted
-    elif "stock" not in name:
-        assert accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -67,27 +40,29 @@ def check_counts(name: str, counters: dict, least_accepted: float) -> None:
         *slow("lookup, exit, model", "embedding, exit", "stock model, argmax", "stock n-gram"),
     ],
 )
-def test_greedy_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens):
-    config = configuration(name, family)
-    mixed = run_greedy_and_mixed(target_of(name, family), config, greedy_tokens)
-    assert len(mixed["outputs"][1][0]["logprobs"]) == 9
-    check_counts(name, mixed["counters"], least_accepted=1)
+def test_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens, seeded_tokens):
+    """Of greedy requests that join one by one, of one among sampled ones, and of seeded ones.
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "two models",
-        *slow("suffix, model", "choice", "choice with a head", "lookup, exit, model"),
-        *slow("mtp", "stock model, equal", "stock head", "stock n-gram"),
-        *slow("head, model", "choice with a head, model"),
-    ],
-)
-def test_seeded_text_is_that_of_plain_vllm(name, proposals, family, seeded_tokens):
-    texts, counters = run_seeded(target_of(name, family), configuration(name, family))
-    assert texts == seeded_tokens
+    Prompts are prefilled in chunks of 24 tokens at most. Programs of kernels run in a random order
+    on two threads, their addresses are checked, and their arrays begin with poison.
+    """
+    engine = {"model": target_of(name, family), "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    engine["speculative_config"] = configuration(name, family)
+    jobs = {"mixed": JOBS["mixed"], "greedy": JOBS["joining"], **SEEDED_JOBS}
+    results = run_engine(engine, jobs, patch="support.triton_cpu:check_programs")
+    assert ids(results["greedy"]) == greedy_tokens
+    assert ids(results["mixed"])[0] == greedy_tokens[0]
+    assert len(results["mixed"]["outputs"][1][0]["logprobs"]) == 9
+    assert {job: ids(results[job]) for job in SEEDED_JOBS} == seeded_tokens
     # The target itself, with the same noise, drafts without knowing of penalties.
-    check_counts(name, counters, least_accepted=0.5)
+    for job, least_accepted in (("mixed", 1), ("together", 0.5)):
+        counters = results[job]["counters"]
+        accepted, drafted = (counters[f"spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
+        assert drafted > 0
+        if name == "stock model, equal":
+            assert accepted >= least_accepted * drafted
+        elif "stock" not in name:  # small drafters of vLLM's may guess nothing
+            assert accepted > 0
 
 
 # Blocks of 32 tokens (a CPU takes no smaller ones), of which there are too few for all requests at

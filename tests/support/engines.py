@@ -340,19 +340,3 @@ def _counters(llm) -> dict[str, float]:
     names += ("external_prefix_cache_hits",)
     found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return {name: found.get(f"vllm:{name}", 0) for name in names}
-
-
-def run_seeded(
-    target: str, speculative_config: dict | None = None
-) -> tuple[dict[str, list[list[int]]], dict]:
-    """Serve SEEDED_JOBS.
-
-    Returns:
-        (tokens of each request by job, counters of the first job).
-    """
-    engine = {"model": target, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    if speculative_config is not None:
-        engine["speculative_config"] = speculative_config
-    found = run_engine(engine, SEEDED_JOBS)
-    texts = {job: ids(result) for job, result in found.items()}
-    return texts, found["together"]["counters"]
