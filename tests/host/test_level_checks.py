@@ -123,14 +123,6 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             r"levels\[0\]\.early_exit works with the targets .*, not GemmaForCausalLM: use",
         ),
         (
-            on(
-                gemma,
-                {"sources": [{"ngram": {"max": 3}}, {"eagle3": eagle3}], "num_tokens": 3},
-                {"model": family.mid},
-            ),
-            r"levels\[0\]\.eagle3 reads hidden states that GemmaForCausalLM does not give",
-        ),
-        (
             on(gemma, exit_head("layer-1-of-64")),
             r"levels\[0\]\.exit_head works with the targets .*, not GemmaForCausalLM: use",
         ),

@@ -5,22 +5,28 @@ import re
 import sys
 
 import numpy as np
+import pytest
+from support.cascades import head
+from support.damage import change_config, damaged_copy
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.tools.cli import doctor
 from vllm_hsd.tools.cli import main as cli
 
-FAULTS = (
-    "set pipeline_parallel_size to 1",
-    r"bigram.* built for 5 tokens and the target has 64",
-    r"levels\[1\].early_exit is 9, but the target has 2 layers",
-    r"levels\[1\].early_exit .* LoRA adapters: remove the level or enable_lora\.",
-    r"levels\[2\].model .* vocabulary of 5 tokens",
-)
+
+def check_faults(capsys, target: str, levels: list[dict], said: list[str], *arguments: str) -> None:
+    """Each in one line; `host/test_level_checks.py` has other sentences."""
+    config = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
+    given = ["--model", target, "--speculative-config", json.dumps(config)]
+    assert cli.main(["doctor", *given, "--", "--skip-tokenizer-init", *arguments]) == 2
+    printed = capsys.readouterr().err.splitlines()
+    lines = [line for line in printed if line.startswith("vllm-hsd doctor: ")]
+    assert len(lines) == len(said), lines
+    for words in said:
+        assert len([line for line in lines if re.search(words, line)]) == 1, (words, lines)
 
 
 def test_every_fault_is_named_once(family, small_vocabulary, tmp_path, capsys):
-    """Each in one line; `host/test_level_checks.py` has other sentences."""
     table = str(tmp_path / "table.npz")
     write_store(collect_texts([np.arange(5)], vocab_size=5), table)
     levels = [
@@ -28,15 +34,29 @@ def test_every_fault_is_named_once(family, small_vocabulary, tmp_path, capsys):
         {"early_exit": 9, "num_tokens": 4},
         {"model": small_vocabulary.mid},
     ]
-    config = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
-    given = ["--model", family.target, "--speculative-config", json.dumps(config)]
-    given += ["--", "--skip-tokenizer-init", "--enable-lora", "--pipeline-parallel-size", "2"]
-    assert cli.main(["doctor", *given]) == 2
-    printed = capsys.readouterr().err.splitlines()
-    lines = [line for line in printed if line.startswith("vllm-hsd doctor: ")]
-    assert len(lines) == len(FAULTS), lines
-    for words in FAULTS:
-        assert len([line for line in lines if re.search(words, line)]) == 1, (words, lines)
+    said = [
+        "set pipeline_parallel_size to 1",
+        r"bigram.* built for 5 tokens and the target has 64",
+        r"levels\[1\].early_exit is 9, but the target has 2 layers",
+        r"levels\[1\].early_exit .* LoRA adapters: remove the level or enable_lora\.",
+        r"levels\[2\].model .* vocabulary of 5 tokens",
+    ]
+    arguments = "--enable-lora", "--pipeline-parallel-size", "2"
+    check_faults(capsys, family.target, levels, said, *arguments)
+
+
+# vLLM looks at another architecture in a process of its own: ten seconds of CPU.
+@pytest.mark.slow
+def test_a_target_that_gives_no_states_is_named(family, tmp_path, capsys):
+    change = change_config(model_type="gemma", architectures=["GemmaForCausalLM"])
+    gemma = damaged_copy(family.target, tmp_path / "gemma", change)
+    sources = [{"ngram": {"max": 3}}, {"eagle3": head(family)}]
+    said = [
+        r"levels\[0\].eagle3 reads hidden states that GemmaForCausalLM does not give",
+        r"levels\[1\].early_exit works with the targets",
+    ]
+    levels = [{"sources": sources, "num_tokens": 3}, {"early_exit": 1}]
+    check_faults(capsys, gemma, levels, said)
 
 
 def test_builds_that_do_not_import_are_one_problem_and_nothing_after_them_is_tried(
