@@ -1,6 +1,6 @@
 """A load that swings between one stream and many: no speculation, fixed drafts, adaptive drafts.
 
-    python -m benchmarks.studies.adaptive        # or `make bench-adaptive`; about 20 minutes
+    python -m benchmarks.studies.adaptive        # or `make bench-adaptive`; about 30 minutes
 
 SmolLM2-135M-Instruct answers the prompts of the demo. In a phase, so many requests are under way at
 a time; all engines answer the same ones, in turn, in ROUNDS parts, and each keeps what it has
@@ -25,7 +25,7 @@ from benchmarks.sweep import Sweep
 from vllm_hsd.tools.cli.options import integers, progress
 
 # Of a phase; each has 2 requests a stream, and so many at least.
-ROUNDS, FEWEST = 2, 6
+ROUNDS, FEWEST = 4, 6
 
 
 def configurations() -> dict[str, dict[str, Any] | None]:
