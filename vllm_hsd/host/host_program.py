@@ -9,7 +9,7 @@ same for one request, in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
 from vllm_hsd.host.level_caches import LevelCaches
 
-if TYPE_CHECKING:
-    from vllm_hsd.host.host_budget import HostBudget
-
 
 class HostProgram(Program):
     """A cascade of which some levels may be left out of a proposal.
@@ -39,7 +36,8 @@ class HostProgram(Program):
         estimates: of the tokens that the lookup has drafted, [B, n] float64, from what it returned.
 
     Attributes:
-        budget: what learns from passes and ends drafts; None: until all drafts are full.
+        budget: a `HostBudget`, which imports this module: learns from passes and ends drafts; None:
+            until all drafts are full.
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
             drafter's own account, NaN for none.
         has_lookup: level 0 drafts without forward passes.
@@ -47,7 +45,7 @@ class HostProgram(Program):
     """
 
     logits: torch.Tensor
-    budget: HostBudget | None = None
+    budget: Any = None
 
     def __init__(
         self,
