@@ -177,6 +177,14 @@ def chunk_argmax(
 
 
 @triton.jit
+def store_max_and_sum(stats_ptr, stats_stride, x):
+    """Statistics of a chunk of scaled logits: its maximum, and `stats_stride` after it the sum."""
+    maximum, total = max_and_sum(x)
+    tl.store(stats_ptr, maximum)
+    tl.store(stats_ptr + stats_stride, total)
+
+
+@triton.jit
 def store_row_stats(
     stats_ptr,
     stats_stride,
@@ -201,19 +209,17 @@ def store_row_stats(
     entry = first + tl.arange(0, CHUNK)
     if temperature > 0:
         x = load_kept(target_row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
-        maximum, second = max_and_sum(x)
+        store_max_and_sum(stats_ptr, stats_stride, x)
     else:
-        maximum, second = chunk_argmax(target_row, first, vocab_size, COUPLED, CHUNK, BLOCK)
-    tl.store(stats_ptr, maximum)
-    tl.store(stats_ptr + stats_stride, second)
+        maximum, index = chunk_argmax(target_row, first, vocab_size, COUPLED, CHUNK, BLOCK)
+        tl.store(stats_ptr, maximum)
+        tl.store(stats_ptr + stats_stride, index)
     if READ_DRAFT:
         draft_temperature = tl.load(draft_temperature_ptr)
         # A greedy target does not read the proposals, and one-hot proposals have no row.
         if (temperature > 0) & (draft_temperature > 0):
             x = load_scaled(draft_row_ptr, entry, vocab_size, 1.0 / draft_temperature)
-            maximum, second = max_and_sum(x)
-            tl.store(stats_ptr + 2 * stats_stride, maximum)
-            tl.store(stats_ptr + 3 * stats_stride, second)
+            store_max_and_sum(stats_ptr + 2 * stats_stride, stats_stride, x)
 
 
 @triton.jit

@@ -184,14 +184,13 @@ def verify_chain_padded(
     stats = torch.empty(4, *shape, dtype=torch.float32, device=device)
     mass = torch.empty(*shape, chunk // block, dtype=torch.float32, device=device)
     arrived = torch.empty(batch, dtype=torch.int32, device=device)
+    if draft_logits is None:
+        draft_lse = None
     # Arguments that a specialization does not read still have to be tensors.
-    draft_rows, draft_strides = target_logits, (0, 0)
-    lse_values, lse_strides, has_lse = temperature, (0, 0), False
-    if draft_logits is not None:
-        draft_rows, draft_strides = draft_logits, (draft_logits.stride(0), draft_logits.stride(1))
-        if draft_lse is not None:
-            lse_values, lse_strides = draft_lse, (draft_lse.stride(0), draft_lse.stride(1))
-            has_lse = True
+    draft_rows = target_logits if draft_logits is None else draft_logits
+    draft_strides = (0, 0) if draft_logits is None else draft_logits.stride()[:2]
+    lse_values = temperature if draft_lse is None else draft_lse
+    lse_strides = (0, 0) if draft_lse is None else draft_lse.stride()
     shared = {
         "HAS_LENGTH": draft_length is not None,
         "FILTERED": thresholds is not None,
@@ -224,7 +223,7 @@ def verify_chain_padded(
         seeds if positions is None else positions,
         position_skip,
         vocab_size,
-        READ_DRAFT=draft_logits is not None and not has_lse,
+        READ_DRAFT=draft_logits is not None and draft_lse is None,
         COUPLED=positions is not None,
         **shared,
     )
@@ -254,7 +253,7 @@ def verify_chain_padded(
             DECIDE=decide,
             BLOCK_VERIFICATION=method == "block",
             HAS_DRAFT=draft_logits is not None,
-            HAS_LSE=has_lse,
+            HAS_LSE=draft_lse is not None,
             STEP=step,
             CHUNKS=padded_size(chunks),
             **shared,

@@ -15,7 +15,7 @@ from vllm_hsd.kernels.blocks import (
     is_finite,
     load_scaled,
     logsumexp_of_chunks,
-    max_and_sum,
+    store_max_and_sum,
 )
 from vllm_hsd.kernels.rng import uniform
 
@@ -49,14 +49,10 @@ def node_stats_kernel(
         at = stats_ptr + flat * tl.num_programs(0) + chunk
         inv_temperature = 1.0 / tl.load(temperature_ptr + request)
         x = load_scaled(target_ptr + flat * vocab_size, entry, vocab_size, inv_temperature)
-        maximum, total = max_and_sum(x)
-        tl.store(at, maximum)
-        tl.store(at + stats_stride, total)
+        store_max_and_sum(at, stats_stride, x)
         inv_temperature = 1.0 / tl.load(draft_temperature_ptr + request)
         x = load_scaled(draft_ptr + flat * vocab_size, entry, vocab_size, inv_temperature)
-        maximum, total = max_and_sum(x)
-        tl.store(at + 2 * stats_stride, maximum)
-        tl.store(at + 3 * stats_stride, total)
+        store_max_and_sum(at + 2 * stats_stride, stats_stride, x)
 
 
 @triton.jit

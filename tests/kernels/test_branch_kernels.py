@@ -211,8 +211,8 @@ def test_rows_lie_where_the_plain_layout_has_them(size):
         blocks = position[-1] // size + 1
         assert found["table"][row, :blocks].tolist() == tables[row, :blocks].tolist()
         if branch[row]:
-            behind = [-1] * (tokens[row] - rows.held[row])
-            assert found["slots"][at].tolist() == [*group.slots(rows, tables, row), *behind]
+            unwritten = [-1] * (tokens[row] - rows.held[row])
+            assert found["slots"][at].tolist() == [*group.slots(rows, tables, row), *unwritten]
         else:
             assert (found["slots"][at] == GUARD).all()
     assert found["slots"][total] == GUARD
