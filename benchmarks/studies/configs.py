@@ -24,10 +24,6 @@ def fixed(*levels: dict[str, Any], length: int = DRAFT_LENGTH, **keys: Any) -> d
         keys: further ones of the cascade.
     """
     config = {"method": "hsd", "num_speculative_tokens": length, "levels": list(levels)}
-    last = levels[-1].get("sources", levels)[-1]
-    if len(levels) == 1 and "eagle3" in last:
-        # vLLM's own drafter, which does not adapt.
-        keys.pop("adaptive", None)
     return {**config, "adaptive": False, **keys}
 
 

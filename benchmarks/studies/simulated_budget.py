@@ -122,7 +122,8 @@ class Stream:
         self.times, self.fixed = times, fixed
         self.budget = None
         if fixed is None:
-            self.budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, [False, True])
+            above = [False, True]
+            self.budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, above, above)
             # A server times its levels when it starts.
             for tokens in TIMED_AT_START:
                 self.budget.times[1].observe(tokens, times.draft(tokens))

@@ -233,7 +233,7 @@ def test_a_trial_waits_until_its_reading_is_a_small_share():
 @pytest.mark.parametrize("late, left, reads", [(0.1, 100, True), (4, 100, False), (4, 400, True)])
 def test_a_model_reads_a_text_for_what_lookups_have_left_to_gain(late, left, reads):
     """In each fourth step a lookup finds nothing."""
-    budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, [False, True])
+    budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, [False, True], [False, True])
     one, places = np.ones(1, dtype=np.int64), np.arange(LENGTH)
     budget.times[2].observe(1, 0.1)
     budget.times[2].observe(9, 0.12)

@@ -340,6 +340,24 @@ def test_an_adaptive_head_below_a_model(small_vocabulary, engine, head, plain):
         assert sum(each["accepted"] for each in level) > 0
 
 
+@pytest.mark.parametrize("drafts", ["sources", "head"])
+def test_an_adaptive_head_below_the_target(drafts, engine, head, plain, reference):
+    """Alone, and as a level above lookups that it does not verify."""
+    own = {"eagle3": head}
+    levels = [own] if drafts == "head" else [{"sources": [{"ngram": {"max": 3}}, own]}]
+    arguments = {
+        **engine,
+        **cascade(*levels, num_speculative_tokens=ALONE, adaptive=True),
+        **ENGINES["chunked prefill, few blocks"],
+    }
+    results, noted = served(arguments, patch="support.recorded_heads:install_in_turns")
+    check_greedy(results, plain)
+    assert check_drafts(noted, reference, every=2) == 1
+    levels = zip(*(result["levels"] for result in results.values()), strict=True)
+    accepted = [sum(each["accepted"] for each in level) for level in levels]
+    assert len(accepted) == 1 + (drafts == "sources") and min(accepted) > 0
+
+
 def test_drafts_of_other_rows_than_the_kept_ones_are_caught(small_vocabulary, engine, head):
     """Negative control of the samples in test_level_kinds.py."""
     cases = {"temperature 0.7": CASES["temperature 0.7"]}

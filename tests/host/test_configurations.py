@@ -246,11 +246,20 @@ def test_mtp_layers_alone_are_vllms_own_drafter(family):
 
 
 def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, head):
-    given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}]}
+    given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}], "adaptive": False}
     found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
     assert (found.method, found.model) == ("eagle3", head)
     # Keeps the texts on the device.
     assert found.use_ngram() and len(found.hsd_sources.sources) == 2
+
+
+def test_a_head_next_to_lookups_is_a_level_where_it_adapts(family, head):
+    given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}]}
+    found = configure(family, given).speculative_config
+    lookup, model = found.level_configs
+    assert (found.method, found.model) == ("draft_model", head)
+    assert lookup is None and model.method == "eagle3"
+    assert found.use_ngram() and found.use_eagle_block_drop()
 
 
 def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():

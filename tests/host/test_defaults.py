@@ -8,7 +8,8 @@ from vllm_hsd.config import defaults
 from vllm_hsd.config.cascade_config import CascadeConfig
 
 NGRAM, MODEL = {"ngram": {"max": 3}}, {"model": "some/model"}
-HEAD = {"eagle3": "some/head", "num_tokens": 2}
+HEAD_ALONE = {"eagle3": "some/head"}
+HEAD = {**HEAD_ALONE, "num_tokens": 2}
 LOOKUPS = {"sources": [NGRAM, {"suffix": {}}]}
 TARGET = SimpleNamespace(uses_mrope=False)
 
@@ -43,9 +44,31 @@ def test_not_where_it_does_not_fit():
     assert not adapts(MODEL, connector=object()) and adapts(NGRAM, connector=object())
     assert not adapts({**MODEL, "branches": 2})
     assert not adapts({**NGRAM, "num_tokens": 2}, {**MODEL, "verifier": "none"})
-    assert not adapts({"eagle3": "some/head"}) and not adapts(
-        {"sources": [NGRAM, {"eagle3": "some/head"}]}
-    )
+    assert not adapts(HEAD_ALONE) and not adapts({"sources": [NGRAM, {"mtp": {}}]})
+    assert adapts({"sources": [NGRAM, HEAD_ALONE]})
+
+
+def levels_of(*levels: dict, **keys) -> tuple[list, list]:
+    """Kinds and draft lengths of what is served."""
+    found = defaults.with_models_as_levels(with_defaults(*levels, **keys))
+    return [level.kind for level in found.levels], found.draft_lengths
+
+
+def test_a_model_next_to_lookups_is_a_level_where_drafts_adapt():
+    of_head, both = {"sources": [NGRAM, HEAD_ALONE]}, {"sources": [NGRAM, MODEL]}
+    assert levels_of(of_head) == (["ngram", "eagle3"], [5, 5])
+    assert levels_of(both | {"num_tokens": 2}, MODEL) == (["ngram", "model", "model"], [2, 2, 5])
+    three = {"sources": [*LOOKUPS["sources"], MODEL]}
+    assert levels_of(three) == (["sources", "model"], [5, 5])
+    assert levels_of(both, adaptive=False) == (["sources"], [5])
+    assert levels_of(LOOKUPS) == (["sources"], [5]) and levels_of(MODEL) == (["model"], [5])
+    assert levels_of({"sources": [NGRAM, {"mtp": {}}]}) == (["sources"], [5])
+
+
+def test_a_head_verifies_no_level_below_it():
+    lowest = {"sources": [NGRAM, HEAD_ALONE], "num_tokens": 2}
+    found = defaults.with_models_as_levels(with_defaults(lowest, MODEL))
+    assert found.verifying == [False, False, True]
 
 
 def test_branches_of_lookups_alone():

@@ -160,7 +160,7 @@ class Learning(Adversary):
         super().begin(engine)
         lengths, program = list(engine.schedule.draft_lengths), engine.program
         ends = [k > 0 or not program.has_lookup for k in range(len(lengths))]
-        given = lengths, MAX_NUM_REQS, 1, None, ends
+        given = lengths, MAX_NUM_REQS, 1, None, ends, [k > 0 for k in range(len(lengths))]
         program.budget = self.budget = HostBudget(program.has_lookup, lengths, *given)
         program.estimates = lambda state, _: np.full((1, lengths[0]), 0.7)
         self.ticks = 0

@@ -72,6 +72,7 @@ def _plan(self: DraftBudget, slots: np.ndarray, *_) -> Plan:
 def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> StepLevels:
     places = range(self.target)
     subsets = [s for n in range(self.target + 1) for s in combinations(places, n)]
+    subsets = [s for s in subsets if all(self.verifying[k] for k in s[1:])]
     levels = subsets[bits % len(subsets)]
     lengths = tuple(1 + (bits >> (8 + k)) % self.lengths[k] for k in levels)
     # Some requests draft less than the others, some nothing.

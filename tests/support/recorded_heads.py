@@ -17,6 +17,7 @@ def run(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
 
 def install() -> None:
     """Note the next token by the head after each text of greedy requests."""
+    from vllm_hsd.cascade.schedule import Draft
     from vllm_hsd.host.target_head import ProgramHead
 
     forward = ProgramHead.forward
@@ -26,7 +27,9 @@ def install() -> None:
         text = self.speculator.req_states.all_token_ids.gpu
         window = self.speculator.schedule.window
         running = state.drafted[-1] < state.requested[-1]
-        drafts = running & (op.step < state.requested[0]) & (state.temperature[0] == 0)
+        # Next to lookups that adapt it is a level above them, which drafts token by token.
+        open_ = op.step < state.requested[0] if isinstance(op, Draft) else running
+        drafts = running & open_ & (state.temperature[op.level] == 0)
         for b in drafts.nonzero()[:, 0].tolist():
             verified = text[state.slot[b], : int(state.base[b]) + window].tolist()
             drafted = state.window[b, window : state.end[b]].tolist()

@@ -248,7 +248,8 @@ class Serving:
         self.budget = None
         if self.fixed is None:
             ends = [k > 0 or not is_lookup for k in range(len(lengths))]
-            self.budget = HostBudget(is_lookup, lengths, lengths, self.size, 1, None, ends)
+            given = lengths, self.size, 1, None, ends, [k > 0 for k in range(len(lengths))]
+            self.budget = HostBudget(is_lookup, lengths, *given)
         if self.budget is not None and not is_lookup:
             self.levels[0].timed = self.budget.timed
         options = [LevelOptions(length) for length in lengths]

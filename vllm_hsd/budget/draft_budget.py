@@ -61,9 +61,10 @@ class DraftBudget:
         has_lookup: level 0 is a lookup, whose drafts take their time whatever their length.
         rows: most drafts of a request that the target verifies together.
         ends: by level, whether a draft of it for the target is asked to go on after each pass.
+        verifying: by level, whether it can verify the ones below it.
 
     Attributes:
-        everything: all levels and draft lengths.
+        everything: the levels and draft lengths of the longest path.
         times: seconds of the levels' passes by tokens, and last of the target's steps, which are
             reported by what runs them; of a lookup at level 0, seconds of its searches by requests.
         acceptance: a drafter for each pair of a level and its verifier.
@@ -77,12 +78,14 @@ class DraftBudget:
         has_lookup: bool,
         rows: int,
         ends: Sequence[bool],
+        verifying: Sequence[bool],
     ) -> None:
         self.lengths, self.passed_on = list(lengths), list(passed_on)
         self.has_lookup = has_lookup
         self.target = len(self.lengths)
-        self.everything = StepLevels(tuple(range(self.target)), tuple(passed_on))
-        self.ends = list(ends)
+        self.ends, self.verifying = list(ends), list(verifying)
+        first = self.target - 1 - self.verifying[::-1].index(False)
+        self.everything = StepLevels(tuple(range(first, self.target)), tuple(passed_on[first:]))
         self.longest = max(self.lengths)
         # Of the levels that verify, and last of the target.
         self.goodput = [Goodput(rows * (self.longest + 1)) for _ in range(self.target)]
@@ -229,7 +232,7 @@ class DraftBudget:
         for level in range(self.target):
             alone = self._seconds(level, size)
             best, feeder = alone * (tokens > 0 if level == 0 and self.has_lookup else tokens), None
-            for below in range(level):
+            for below in range(level if self.verifying[level] else 0):
                 row, n = self.rows[below, level], np.arange(1, self.passed_on[below] + 1)
                 survival = np.cumprod(self.acceptance.expected(row, len(n)))
                 emitted = 1 + self.acceptance.fill(row) * np.cumsum(survival)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from vllm_hsd.checked_files import read_json
+from vllm_hsd.config import platform
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.levels import KINDS, Keys, Level, Tokens, Verifier
 from vllm_hsd.levels.any_kind import with_underscores
@@ -106,7 +107,15 @@ class CascadeConfig(Keys):
     @property
     def is_stock(self) -> bool:
         """Whether vLLM's own drafter serves the only level, or its last source."""
-        return len(self.levels) == 1 and self.levels[0].drafters[-1].is_stock
+        lowest = self.levels[0]
+        # It does not adapt: what can be a level on a CPU is one there.
+        level = self.adaptive and lowest.last_drafts_by and platform.read_on_host()
+        return len(self.levels) == 1 and lowest.drafters[-1].is_stock and not level
+
+    @property
+    def verifying(self) -> list[bool]:
+        """By level, whether it verifies the ones below it."""
+        return [i > 0 and not level.only_lowest for i, level in enumerate(self.levels)]
 
     @property
     def interleaved(self) -> list[int]:

@@ -19,7 +19,9 @@ def with_defaults(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs
     if not platform.read_on_host():
         return hsd
     hsd = _with_branches(hsd, target, arguments)
-    if "adaptive" in hsd.model_fields_set or hsd.is_stock:
+    *lookups, last = hsd.levels[0].drafters
+    alone = hsd.is_stock and not (lookups and last.drafts_by)
+    if "adaptive" in hsd.model_fields_set or alone:
         return hsd
     adaptive = hsd.model_copy(update={"adaptive": True})
     reasons = {
@@ -34,6 +36,23 @@ def with_defaults(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs
             logger.info("Drafts have fixed lengths: %s excludes 'adaptive'.", reason)
             return hsd
     return adaptive
+
+
+def with_models_as_levels(hsd: CascadeConfig) -> CascadeConfig:
+    """On a CPU, with `adaptive`, a model next to lookups as a level above them.
+
+    Then the budget knows what each of them costs and gains. A model may verify the lookups' drafts
+    too; a head cannot, see `CascadeConfig.verifying`.
+    """
+    lowest = hsd.levels[0]
+    *lookups, last = lowest.drafters
+    hosted = last.drafts_by in ("model", "counts")
+    if not (hsd.adaptive and platform.read_on_host() and lookups and hosted):
+        return hsd
+    found = lookups[0] if len(lookups) == 1 else lowest.model_copy(update={"sources": lookups})
+    length = {"num_tokens": hsd.draft_lengths[0]}
+    levels = [each.model_copy(update=length) for each in (found, last)]
+    return hsd.model_copy(update={"levels": [*levels, *hsd.levels[1:]]})
 
 
 def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs) -> CascadeConfig:

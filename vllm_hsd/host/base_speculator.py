@@ -18,7 +18,7 @@ from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.config.level_checks import check_states
-from vllm_hsd.config.sizes import reads_target_states, schedule_of, verifiers
+from vllm_hsd.config.sizes import schedule_of, verifiers
 from vllm_hsd.errors import quoted
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.device_counts import DeviceCounts
@@ -42,7 +42,7 @@ class BaseSpeculator(StandaloneARSpeculator):
         counted: levels whose rows follow from counts in texts, by their place in the cascade.
         branches: of the requests, set with `req_states`; None where the target verifies chains.
         confidence: of the drafts, for vLLM's adaptive verification; None without it.
-        head: the lowest level if that reads the target's hidden states.
+        head: the level that reads the target's hidden states; None if none does.
         forced: int64 [max_num_reqs], tokens of a draft that a grammar has forced, 0 for others; on
             a CPU alone.
     """
@@ -98,8 +98,9 @@ class BaseSpeculator(StandaloneARSpeculator):
             for k, level in enumerate(self.hsd.levels)
             if level.last_drafts_by == "counts"
         }
-        if reads_target_states(self.hsd):
-            self.head = lowest.drafters[-1].build(self, 0)
+        for k, level in enumerate(self.hsd.levels):
+            if level.drafters[-1].reads_target_states:
+                self.head = level.drafters[-1].build(self, k)
 
     def _confidence(self) -> DraftConfidence | None:
         if not self.hsd.enable_adaptive_verification:

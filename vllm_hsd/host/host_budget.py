@@ -28,7 +28,7 @@ class HostBudget:
         max_num_reqs: request slots.
         rows: most drafts of a request that the target verifies together.
         branches: of the requests; None where the target verifies chains.
-        ends: see `DraftBudget`.
+        ends, verifying: see `DraftBudget`.
 
     Attributes:
         top, lengths: int64 [slots], the level whose draft the target verifies, and its tokens.
@@ -44,8 +44,10 @@ class HostBudget:
         rows: int,
         branches: HostBranches | None,
         ends: list[bool],
+        verifying: list[bool],
     ) -> None:
-        self.budget = DraftBudget(lengths, passed_on, max_num_reqs, has_lookup, rows, ends)
+        known = has_lookup, rows, ends, verifying
+        self.budget = DraftBudget(lengths, passed_on, max_num_reqs, *known)
         self.ends, self.warming_up = self.budget.ends, False
         self.level_verified: Callable[..., None] = self.budget.level_verified
         # Most tokens of a request in a step without prompts.
@@ -106,6 +108,8 @@ class HostBudget:
             left: [B] int64 tokens that requests may still get.
         """
         if self.warming_up:
+            if program.has_lookup:
+                program.draft_ahead(state, program.drafts)
             return program.everything
         drafts, offer, self.searching = program.drafts, None, 0.0
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)

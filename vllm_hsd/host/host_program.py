@@ -269,7 +269,7 @@ class HostProgram(Program):
         while (wants := every & (state.requested[0].numpy() > step)).any():
             began = clock.seconds()
             computed = self._pass(state, 0, wants, first + step, step=step)
-            if self.budget is not None and self.sources is None:
+            if self.budget is not None:
                 self.budget.timed(0, computed, clock.seconds() - began)
             self._end_drafts(state, 0, wants, np.full(state.batch, step))
             step, every = step + 1, open_

@@ -114,7 +114,9 @@ class HostSpeculator(BaseSpeculator):
                 self.hsd.branches,
                 cast(HostBranches | None, self.branches),
                 ends,
+                self.hsd.verifying,
             )
+            self.program.everything = self.budget.budget.everything
 
     def _propose(self, computed, num_sampled, num_rejected, num_speculative_tokens) -> torch.Tensor:
         input_batch = computed[0]

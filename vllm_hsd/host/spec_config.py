@@ -16,7 +16,7 @@ from vllm.utils.hashing import safe_hash
 
 from vllm_hsd.cascade.row_layout import PrivateBlocks
 from vllm_hsd.config.cascade_config import CascadeConfig
-from vllm_hsd.config.defaults import with_defaults
+from vllm_hsd.config.defaults import with_defaults, with_models_as_levels
 from vllm_hsd.config.level_checks import check_cascade, check_serving
 from vllm_hsd.config.sizes import (
     by_batch_size,
@@ -85,6 +85,9 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
             )
         if hsd.is_stock:
             return _stock_config(hsd, *both)
+        hsd = with_models_as_levels(hsd)
+        # Lookups that are a level of their own load nothing.
+        level_configs[:0] = [None] * (len(hsd.levels) - len(level_configs))
         return cls(
             method="draft_model",
             hsd=hsd,

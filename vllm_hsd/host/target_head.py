@@ -58,7 +58,7 @@ class ProgramHead(ProgramModel):
 
     Args:
         speculator: the cascade that it belongs to.
-        index: position in the cascade, 0.
+        index: position in the cascade; it verifies nothing wherever it is.
 
     Attributes:
         reads_inner_states: whether it reads states of several layers, not the target's last ones.
@@ -203,12 +203,11 @@ class ProgramHead(ProgramModel):
 
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
         """The head is fed what `head_steps` says."""
-        assert isinstance(op, Draft)
         if op.draw == 0:
             final = self.final if self.reads_first else self._read(state.batch)
         else:
             missing = op.query_length
-            if op.step == 0 and not self.reads_first:
+            if isinstance(op, Draft) and op.step == 0 and not self.reads_first:
                 # A fixed schedule has room for the target's token, which came before them.
                 missing -= 1
             for back in reversed(range(missing)):
