@@ -29,7 +29,7 @@ from benchmarks.studies import demo, edits
 from benchmarks.studies.demo_cascade import PROMPTS
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.budget.step_times import TIMED_AT_START
-from vllm_hsd.cascade.level import LookupResult, Texts, of_each_token
+from vllm_hsd.cascade.level import DraftingLevel, LookupResult, Texts, of_each_token
 from vllm_hsd.cascade.suffix import SuffixLevel
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
 
@@ -122,8 +122,9 @@ class Stream:
         self.times, self.fixed = times, fixed
         self.budget = None
         if fixed is None:
-            above = [False, True]
-            self.budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, above, above)
+            lookup = DraftingLevel(LENGTH, LENGTH, looks_up=True)
+            model = DraftingLevel(LENGTH, LENGTH, verifies=True, ends=True)
+            self.budget = DraftBudget([lookup, model], 1)
             # A server times its levels when it starts.
             for tokens in TIMED_AT_START:
                 self.budget.times[1].observe(tokens, times.draft(tokens))

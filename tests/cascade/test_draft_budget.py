@@ -6,6 +6,7 @@ the noise of these numbers of steps.
 
 import numpy as np
 import pytest
+from support.drafting_levels import drafting_levels
 from support.simulated_serving import (
     LENGTH,
     REQUEST,
@@ -20,7 +21,7 @@ from support.simulated_serving import (
 from vllm_hsd.budget.draft_budget import DraftBudget, cut
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
-from vllm_hsd.cascade.level import LookupResult, StepLevels
+from vllm_hsd.cascade.level import DraftingLevel, LookupResult, StepLevels
 
 TARGETS = [memory_bound, cpu, compute_bound]
 
@@ -233,7 +234,7 @@ def test_a_trial_waits_until_its_reading_is_a_small_share():
 @pytest.mark.parametrize("late, left, reads", [(0.1, 100, True), (4, 100, False), (4, 400, True)])
 def test_a_model_reads_a_text_for_what_lookups_have_left_to_gain(late, left, reads):
     """In each fourth step a lookup finds nothing."""
-    budget = DraftBudget([LENGTH] * 2, [LENGTH] * 2, 1, True, 1, [False, True], [False, True])
+    budget = DraftBudget(drafting_levels([LENGTH] * 2, looks_up=True), 1)
     one, places = np.ones(1, dtype=np.int64), np.arange(LENGTH)
     budget.times[2].observe(1, 0.1)
     budget.times[2].observe(9, 0.12)
@@ -249,6 +250,17 @@ def test_a_model_reads_a_text_for_what_lookups_have_left_to_gain(late, left, rea
         found.append(1 in plan.selection.levels)
         assert found[-1] or plan.selection.levels == (0,) * (count > 0)
     assert found == [reads and step % 4 == 3 for step in range(24)]
+
+
+def test_a_level_that_verifies_nothing_takes_nothing_from_below():
+    """Drafts of a free lookup that are always accepted, below a head and below a model."""
+    for verifies in (False, True):
+        levels = DraftingLevel(8, 4, looks_up=True), DraftingLevel(8, 8, verifies=verifies)
+        budget = DraftBudget(levels, 1)
+        budget.times[1].observe(1, 0.01)
+        feeders, _ = budget._cheapest_paths(1, None, [0.0, 0.0])
+        assert (feeders[1] is not None) == verifies
+        assert budget.everything.levels == ((0, 1) if verifies else (1,))
 
 
 def test_tokens_are_kept_while_their_survival_pays():

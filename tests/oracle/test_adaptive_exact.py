@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
+from support.drafting_levels import drafting_levels
 from support.programs import MAX_NUM_REQS, Engine, reference_steps
 
 from vllm_hsd.cascade.level import StepLevels
@@ -125,13 +126,15 @@ class EndsByRows(Adversary):
 
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
-        self.ends = [True] * engine.schedule.num_levels
         engine.program.budget = self
 
     def level_verified(self, *_, **__) -> None:
         """Learns nothing."""
 
     timed = level_verified
+
+    def ends(self, level: int) -> bool:
+        return True
 
     def goes_on(self, level: int, slots, estimates: np.ndarray, drafted: np.ndarray) -> np.ndarray:
         seen = [level, self.history, np.round(estimates[0, : drafted[0]], 9).tolist()]
@@ -159,9 +162,8 @@ class Learning(Adversary):
 
         super().begin(engine)
         lengths, program = list(engine.schedule.draft_lengths), engine.program
-        ends = [k > 0 or not program.has_lookup for k in range(len(lengths))]
-        given = lengths, MAX_NUM_REQS, 1, None, ends, [k > 0 for k in range(len(lengths))]
-        program.budget = self.budget = HostBudget(program.has_lookup, lengths, *given)
+        levels = drafting_levels(lengths, looks_up=program.has_lookup)
+        program.budget = self.budget = HostBudget(levels, MAX_NUM_REQS)
         program.estimates = lambda state, _: np.full((1, lengths[0]), 0.7)
         self.ticks = 0
         self.batch = SimpleNamespace(

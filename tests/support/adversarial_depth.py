@@ -24,7 +24,11 @@ def install_and_forget_holes() -> None:
 
 def install_lowest() -> None:
     """Only level 0 drafts."""
-    DraftBudget.plan = lambda self, *_: Plan(FREE, StepLevels((0,), (self.lengths[0],)), gained=1e9)
+
+    def plan(self: DraftBudget, *_) -> Plan:
+        return Plan(FREE, StepLevels((0,), (self.levels[0].longest,)), gained=1e9)
+
+    DraftBudget.plan = plan
 
 
 def install_lowest_and_keep_rows() -> None:
@@ -72,9 +76,9 @@ def _plan(self: DraftBudget, slots: np.ndarray, *_) -> Plan:
 def _selection(self: DraftBudget, slots: np.ndarray, bits: int) -> StepLevels:
     places = range(self.target)
     subsets = [s for n in range(self.target + 1) for s in combinations(places, n)]
-    subsets = [s for s in subsets if all(self.verifying[k] for k in s[1:])]
+    subsets = [s for s in subsets if all(self.levels[k].verifies for k in s[1:])]
     levels = subsets[bits % len(subsets)]
-    lengths = tuple(1 + (bits >> (8 + k)) % self.lengths[k] for k in levels)
+    lengths = tuple(1 + (bits >> (8 + k)) % self.levels[k].longest for k in levels)
     # Some requests draft less than the others, some nothing.
     most = (np.arange(len(slots)) * 7 + self.calls) % (lengths[-1] + 1 if levels else 1)
     return StepLevels(levels, lengths, most)

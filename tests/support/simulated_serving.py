@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from support.drafting_levels import drafting_levels
 
 from vllm_hsd.cascade.level import UNLIMITED, LevelOptions, LookupLevel, LookupResult, StepLevels
 from vllm_hsd.tools.reference.batch import DraftBatch
@@ -247,9 +248,7 @@ class Serving:
         is_lookup = isinstance(self.levels[0], LookupLevel)
         self.budget = None
         if self.fixed is None:
-            ends = [k > 0 or not is_lookup for k in range(len(lengths))]
-            given = lengths, self.size, 1, None, ends, [k > 0 for k in range(len(lengths))]
-            self.budget = HostBudget(is_lookup, lengths, *given)
+            self.budget = HostBudget(drafting_levels(lengths, looks_up=is_lookup), self.size)
         if self.budget is not None and not is_lookup:
             self.levels[0].timed = self.budget.timed
         options = [LevelOptions(length) for length in lengths]

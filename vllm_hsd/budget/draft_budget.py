@@ -25,7 +25,7 @@ from vllm_hsd.budget.goodput import FORBIDDEN, Goodput
 from vllm_hsd.budget.reading import Reading
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import Searches, Trials
-from vllm_hsd.cascade.level import LookupResult, StepLevels
+from vllm_hsd.cascade.level import DraftingLevel, LookupResult, StepLevels
 
 NOTHING = StepLevels()
 
@@ -55,13 +55,9 @@ class DraftBudget:
     """Decides what is drafted, for one cascade; learns from its rounds and passes.
 
     Args:
-        lengths: most tokens per level for the target, cheapest first.
-        passed_on: most tokens per level for the level above.
+        levels: cheapest first.
         num_slots: requests at the same time.
-        has_lookup: level 0 is a lookup, whose drafts take their time whatever their length.
         rows: most drafts of a request that the target verifies together.
-        ends: by level, whether a draft of it for the target is asked to go on after each pass.
-        verifying: by level, whether it can verify the ones below it.
 
     Attributes:
         everything: the levels and draft lengths of the longest path.
@@ -72,21 +68,14 @@ class DraftBudget:
 
     def __init__(
         self,
-        lengths: Sequence[int],
-        passed_on: Sequence[int],
+        levels: Sequence[DraftingLevel],
         num_slots: int,
-        has_lookup: bool,
-        rows: int,
-        ends: Sequence[bool],
-        verifying: Sequence[bool],
+        rows: int = 1,
     ) -> None:
-        self.lengths, self.passed_on = list(lengths), list(passed_on)
-        self.has_lookup = has_lookup
-        self.target = len(self.lengths)
-        self.ends, self.verifying = list(ends), list(verifying)
-        first = self.target - 1 - self.verifying[::-1].index(False)
-        self.everything = StepLevels(tuple(range(first, self.target)), tuple(passed_on[first:]))
-        self.longest = max(self.lengths)
+        self.levels, self.target = list(levels), len(levels)
+        path = range(max(k for k, level in enumerate(levels) if not level.verifies), self.target)
+        self.everything = StepLevels(tuple(path), tuple(levels[k].passed_on for k in path))
+        self.longest = max(level.longest for level in levels)
         # Of the levels that verify, and last of the target.
         self.goodput = [Goodput(rows * (self.longest + 1)) for _ in range(self.target)]
         self.times = [StepTimes(), *(each.times for each in self.goodput)]
@@ -182,7 +171,7 @@ class DraftBudget:
         if gains[best][0] <= 0:
             return Plan(verify, gained=searched)
         lengths, feeder = gains[best][1], feeders[best]
-        if self.ends[best]:
+        if self.levels[best].ends:
             # It ends by its rows, see `goes_on`.
             lengths = np.where(lengths > 0, most, 0)
         below = 0.0 if feeder is None else float(seconds[feeder[0]][feeder[1]])
@@ -229,11 +218,11 @@ class DraftBudget:
         tokens = np.arange(self.longest + 1)
         feeders: list[tuple[int, int] | None] = []
         seconds: list[np.ndarray] = []
-        for level in range(self.target):
+        for level, own in enumerate(self.levels):
             alone = self._seconds(level, size)
-            best, feeder = alone * (tokens > 0 if level == 0 and self.has_lookup else tokens), None
-            for below in range(level if self.verifying[level] else 0):
-                row, n = self.rows[below, level], np.arange(1, self.passed_on[below] + 1)
+            best, feeder = alone * (tokens > 0 if own.looks_up else tokens), None
+            for below in range(level if own.verifies else 0):
+                row, n = self.rows[below, level], np.arange(1, self.levels[below].passed_on + 1)
                 survival = np.cumprod(self.acceptance.expected(row, len(n)))
                 emitted = 1 + self.acceptance.fill(row) * np.cumsum(survival)
                 rounds = seconds[below][n] + self._seconds(level, size * (n + 1))
@@ -253,7 +242,7 @@ class DraftBudget:
             seconds.append(best)
             if feeder is not None:
                 fed[level] = late[feeder[0]] + fed[feeder[0]]
-        seconds = [own + more * (tokens > 0) for own, more in zip(seconds, fed, strict=True)]
+        seconds = [each + more * (tokens > 0) for each, more in zip(seconds, fed, strict=True)]
         return feeders, seconds
 
     def _gain(
@@ -266,7 +255,7 @@ class DraftBudget:
         offer: LookupResult | None,
     ) -> tuple[float, np.ndarray]:
         """What the best drafts of one level gain above their price, and their lengths [n]."""
-        row, width = self.rows[top, self.target], self.lengths[top]
+        row, width = self.rows[top, self.target], self.levels[top].longest
         if offer is None:
             survival = np.cumprod(self.acceptance.ahead(row, slots, width), axis=1)
             fill = self.acceptance.fill(row)
@@ -285,7 +274,7 @@ class DraftBudget:
     def survival(self, slots: np.ndarray, offer: LookupResult) -> np.ndarray:
         """[n, N] of the tokens of a lookup's offers for the target, 0 where there are none."""
         row = self.rows[0, self.target]
-        return self._survival(row, offer, self.lengths[0], self.acceptance.scale(row, slots))
+        return self._survival(row, offer, self.levels[0].longest, self.acceptance.scale(row, slots))
 
     def _survival(
         self, row: int, offer: LookupResult, width: int, scale: np.ndarray | float = 1.0

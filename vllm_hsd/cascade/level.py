@@ -120,6 +120,25 @@ class StepLevels:
         return (self.levels[place - 1], self.draft_lengths[place - 1]) if place else (level - 1, 0)
 
 
+@dataclass(frozen=True)
+class DraftingLevel:
+    """What the budget is told of a level.
+
+    Attributes:
+        longest: most tokens of its drafts for the target.
+        passed_on: most tokens of its drafts for levels above.
+        looks_up: level 0 is a lookup, whose drafts take their time whatever their length.
+        verifies: it can verify the levels below it.
+        ends: its drafts for the target are asked to go on after each pass.
+    """
+
+    longest: int
+    passed_on: int
+    looks_up: bool = False
+    verifies: bool = False
+    ends: bool = False
+
+
 @dataclass
 class LevelOptions:
     """How one level takes part in a cascade.

@@ -49,6 +49,10 @@ def with_models_as_levels(hsd: CascadeConfig) -> CascadeConfig:
     hosted = last.drafts_by in ("model", "counts")
     if not (hsd.adaptive and platform.read_on_host() and lookups and hosted):
         return hsd
+    logger.info(
+        "levels[0].sources[%d] is served as levels[1]: 'adaptive' weighs it against the lookups.",
+        len(lookups),
+    )
     found = lookups[0] if len(lookups) == 1 else lowest.model_copy(update={"sources": lookups})
     length = {"num_tokens": hsd.draft_lengths[0]}
     levels = [each.model_copy(update=length) for each in (found, last)]

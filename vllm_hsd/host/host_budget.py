@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.budget import clock
 from vllm_hsd.budget.draft_budget import DraftBudget
-from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.cascade.level import DraftingLevel, StepLevels
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_program import HostProgram
@@ -22,13 +22,10 @@ class HostBudget:
     """Selects the levels and the draft length of every request, by what was learned while serving.
 
     Args:
-        has_lookup: level 0 drafts without forward passes.
-        lengths: most tokens per level for the target.
-        passed_on: most tokens per level for the level above.
+        levels: cheapest first.
         max_num_reqs: request slots.
         rows: most drafts of a request that the target verifies together.
         branches: of the requests; None where the target verifies chains.
-        ends, verifying: see `DraftBudget`.
 
     Attributes:
         top, lengths: int64 [slots], the level whose draft the target verifies, and its tokens.
@@ -37,21 +34,16 @@ class HostBudget:
 
     def __init__(
         self,
-        has_lookup: bool,
-        lengths: list[int],
-        passed_on: list[int],
+        levels: list[DraftingLevel],
         max_num_reqs: int,
-        rows: int,
-        branches: HostBranches | None,
-        ends: list[bool],
-        verifying: list[bool],
+        rows: int = 1,
+        branches: HostBranches | None = None,
     ) -> None:
-        known = has_lookup, rows, ends, verifying
-        self.budget = DraftBudget(lengths, passed_on, max_num_reqs, *known)
-        self.ends, self.warming_up = self.budget.ends, False
+        self.budget = DraftBudget(levels, max_num_reqs, rows)
+        self.warming_up = False
         self.level_verified: Callable[..., None] = self.budget.level_verified
         # Most tokens of a request in a step without prompts.
-        self.most_tokens = rows * (lengths[-1] + 1)
+        self.most_tokens = rows * (levels[-1].longest + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
         self.lengths = np.zeros(max_num_reqs, dtype=np.int64)
         self.awaits_verdict = np.zeros(max_num_reqs, dtype=bool)
@@ -85,6 +77,10 @@ class HostBudget:
             self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
         self.began = now
 
+    def ends(self, level: int) -> bool:
+        """Whether a level's drafts for the target are asked to go on after each pass."""
+        return self.budget.levels[level].ends
+
     def goes_on(
         self, level: int, slots: np.ndarray, estimates: np.ndarray, drafted: np.ndarray
     ) -> np.ndarray:
@@ -95,7 +91,7 @@ class HostBudget:
 
     def timed(self, level: int, tokens: int, seconds: float) -> None:
         """A level has drafted a token, or read what it had missed, in one pass."""
-        if level or not self.budget.has_lookup:
+        if not self.budget.levels[level].looks_up:
             self.budget.times[level].observe(tokens, seconds)
 
     def select(

@@ -346,7 +346,7 @@ class HostProgram(Program):
             before: [B] int, their tokens before it.
         """
         budget = self.budget
-        if budget is None or level != self.selection.top or not budget.ends[level]:
+        if budget is None or level != self.selection.top or not budget.ends(level):
             return
         drafted, requested = state.drafted[level].numpy(), state.requested.numpy()
         places = np.arange(self.estimate[level].shape[1])

@@ -17,9 +17,8 @@ from vllm_hsd.budget import clock
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.budget.step_times import TIMED_AT_START
 from vllm_hsd.cascade.counters import Count
-from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.cascade.level import DraftingLevel, StepLevels
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
-from vllm_hsd.cascade.schedule import Draft
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.host_branches import HostBranches
@@ -87,8 +86,6 @@ class HostSpeculator(BaseSpeculator):
         self.caches = LevelCaches(self, own, self.max_num_reqs)
         # Entropies and horizontal tokens have ends of their own, lookups no rows.
         own_ends = self.thresholds is not None or self.hsd.horizontal_tokens > 0
-        models = [k > 0 or isinstance(self.schedule.ops[0], Draft) for k in range(len(levels))]
-        ends = [model and not own_ends for model in models]
         self.program = HostProgram(
             self.schedule,
             levels,
@@ -106,16 +103,15 @@ class HostSpeculator(BaseSpeculator):
         every = tuple(range(self.schedule.num_levels))
         self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
         if self.hsd.adaptive:
-            self.program.budget = self.budget = HostBudget(
-                self.program.has_lookup,
-                list(self.schedule.kept_lengths),
-                self.hsd.draft_lengths,
-                self.max_num_reqs,
-                self.hsd.branches,
-                cast(HostBranches | None, self.branches),
-                ends,
-                self.hsd.verifying,
-            )
+            lookups = [self.program.has_lookup, *[False] * (len(levels) - 1)]
+            lengths = self.schedule.kept_lengths, self.hsd.draft_lengths
+            told = [
+                DraftingLevel(*each, ends=not (own_ends or each[2]))
+                for each in zip(*lengths, lookups, self.hsd.verifying, strict=True)
+            ]
+            branches = cast(HostBranches | None, self.branches)
+            self.budget = HostBudget(told, self.max_num_reqs, self.hsd.branches, branches)
+            self.program.budget = self.budget
             self.program.everything = self.budget.budget.everything
 
     def _propose(self, computed, num_sampled, num_rejected, num_speculative_tokens) -> torch.Tensor:
