@@ -20,6 +20,7 @@ from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sa
 pytestmark = pytest.mark.timeout(900)
 
 TOKENS, ALONE = 6, 4
+IN_TURNS = "support.recorded_heads:install_in_turns"
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 PROMPTS = [random.Random(i).choices(range(5), k=4 + 12 * i) for i in range(6)]
 # They share 64 tokens, two blocks of the cache.
@@ -93,6 +94,7 @@ def configured(name: str, head: str, family) -> dict:
         "lookup": ([lookup, top], {}),
         "horizontal": ([one, top], {"horizontal_tokens": 2}),
         "adaptive": ([below, top], {"adaptive": True}),
+        "lookup, adaptive": ([{"sources": lookup["sources"]}], {"adaptive": True}),
     }[name]
     return cascade(*levels, **{"num_speculative_tokens": TOKENS, **keys})
 
@@ -213,8 +215,7 @@ def test_graphs_draft_what_passes_without_them_draft(
 def test_steps_of_any_length_are_read(proposals, engine, head, small_vocabulary, plain, reference):
     """Without graphs, of an adaptive cascade; also steps without a draft or a level."""
     arguments = {**engine, **configured("adaptive", head, small_vocabulary)}
-    patch = "support.recorded_heads:install_in_turns"
-    results, drafts = served({**arguments, "max_num_batched_tokens": 64}, patch=patch)
+    results, drafts = served({**arguments, "max_num_batched_tokens": 64}, patch=IN_TURNS)
     check_greedy(results, plain)
     assert check_drafts(drafts, reference, every=3) == 1
 
@@ -258,6 +259,17 @@ def test_sampled_text_follows_the_target(name, proposals, engine, head, small_vo
     cases = ("temperature 1", "top_k", "with seeds", "top_p, long prompt")
     found = sampled(name, cases, 300, engine, head, small_vocabulary)
     assert min(found.values()) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_sampled_text_follows_the_target_in_steps_of_any_source(
+    fault, engine, head, small_vocabulary
+):
+    """Of a head as a level above a lookup, with a control that verifies wrong rows."""
+    patch = "support.recorded_heads:install_colder_in_turns" if fault else IN_TURNS
+    count = 600 if fault else 300
+    given = "lookup, adaptive", ("temperature 1",), count, engine, head, small_vocabulary, patch
+    assert (min(sampled(*given).values()) > SIGNIFICANCE) != fault
 
 
 @pytest.mark.parametrize("fault", ["level", *slow("target")])
@@ -350,7 +362,7 @@ def test_an_adaptive_head_below_the_target(drafts, engine, head, plain, referenc
         **cascade(*levels, num_speculative_tokens=ALONE, adaptive=True),
         **ENGINES["chunked prefill, few blocks"],
     }
-    results, noted = served(arguments, patch="support.recorded_heads:install_in_turns")
+    results, noted = served(arguments, patch=IN_TURNS)
     check_greedy(results, plain)
     assert check_drafts(noted, reference, every=2) == 1
     levels = zip(*(result["levels"] for result in results.values()), strict=True)

@@ -113,7 +113,7 @@ def other_cascades(text_family, tmp_path_factory) -> dict[str, dict]:
 FORCED = "forced "
 OTHERS = (
     *("suffix", "suffix below a model", "sources", "eagle3 in sources", "adaptive"),
-    *(f"{FORCED}adaptive", "eagle3", "eagle3 below a model"),
+    *(f"{FORCED}adaptive", f"{FORCED}head above lookups", "eagle3", "eagle3 below a model"),
 )
 
 

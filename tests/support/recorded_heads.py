@@ -76,6 +76,14 @@ def install_in_turns() -> None:
     adversarial_depth.install_for_batches()
 
 
+def install_colder_in_turns() -> None:
+    """As `install_in_turns`; the target verifies drafts as drawn at another temperature."""
+    from benchmarks.gpu import faults
+
+    install_in_turns()
+    faults.install()
+
+
 def install_graphs() -> None:
     """By CUDA graphs that read most steps and drop the drafts.
 

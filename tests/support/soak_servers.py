@@ -58,5 +58,6 @@ def lookups_and_heads(family, files: LevelFiles) -> dict[str, dict]:
         ],
     }
     found = {name: cascade(given, 6) for name, given in levels.items()}
+    found["head above lookups"] = found["eagle3 in sources"] | {"adaptive": True}
     found["adaptive"]["adaptive"] = True
     return found
