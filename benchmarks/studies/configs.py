@@ -45,7 +45,9 @@ def vllms_own() -> dict[str, dict[str, Any]]:
 def ours() -> dict[str, dict[str, Any]]:
     """The best lookup, and all sources in one level, as they are without further keys."""
     found = {"suffix": fixed(SUFFIX, adaptive=True)}
-    together = fixed({"sources": [SUFFIX, EAGLE3]}, adaptive=True)
+    together = fixed({"sources": [SUFFIX, EAGLE3]})
+    # As the platform has it: on a GPU vLLM's drafter serves it, which does not adapt.
+    del together["adaptive"]
     return {**found, "suffix+eagle3": together} if has_head() else found
 
 

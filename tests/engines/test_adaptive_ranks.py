@@ -2,6 +2,7 @@
 
 import pytest
 from support import clocks
+from support.cascades import head
 from support.engines import run_engine
 from support.level_files import cascade
 
@@ -15,14 +16,14 @@ JOBS = {
 def cascades(family) -> dict[str, list[dict]]:
     lookup = {"ngram": {"max": 3}}
     return {
-        "sources": [{"sources": [lookup, {"model": family.small}]}],
+        "head above a lookup": [{"sources": [lookup, {"eagle3": head(family)}]}],
         "lookup": [lookup],
         "levels": [{**lookup, "num_tokens": 3}, {"model": family.small}],
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sources", "lookup", "levels"])
+@pytest.mark.parametrize("kind", ["head above a lookup", "lookup", "levels"])
 def test_ranks_whose_clocks_disagree_draft_alike(kind, family, tmp_path):
     plain = run_engine({"model": family.target}, {"greedy": JOBS["greedy"]})
     engine = {"model": family.target, "worker_extension_cls": "support.clocks.Worker"}

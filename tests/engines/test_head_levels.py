@@ -1,4 +1,4 @@
-"""EAGLE-3 heads below other levels, and right below the target, where vLLM's own drafter runs them.
+"""EAGLE-3 heads below other levels, and right below the target, by vLLM's own drafter or adaptive.
 
 Drafts are the head's own, whatever vLLM does with a request.
 

@@ -59,8 +59,7 @@ KINDS = (
 )
 FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]
 FAST += [("ngram", "in chunks"), ("draft_model", "whole")]  # under stock drafters
-# A head alone is vLLM's own drafter, which does not adapt.
-SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False) if not a or c != "eagle3"]
+SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False)]
 
 
 def marks(case: tuple) -> list[pytest.MarkDecorator]:

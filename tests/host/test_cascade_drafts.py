@@ -289,6 +289,7 @@ def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypat
         speculative_config=SimpleNamespace(
             hsd=CascadeConfig.parse(given),
             level_configs=[None, None],
+            hsd_level_names=["levels[0]", "levels[1]"],
             max_batch_size=lambda scheduler_config: scheduler_config.max_num_batched_tokens // 5,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=20),

@@ -259,6 +259,7 @@ def test_a_head_next_to_lookups_is_a_level_where_it_adapts(family, head):
     lookup, model = found.level_configs
     assert (found.method, found.model) == ("draft_model", head)
     assert lookup is None and model.method == "eagle3"
+    assert found.hsd_level_names == ["levels[0]", "levels[0].sources[1]"]
     assert found.use_ngram() and found.use_eagle_block_drop()
 
 

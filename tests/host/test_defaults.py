@@ -44,6 +44,9 @@ def test_not_where_it_does_not_fit():
     assert not adapts(MODEL, connector=object()) and adapts(NGRAM, connector=object())
     assert not adapts({**MODEL, "branches": 2})
     assert not adapts({**NGRAM, "num_tokens": 2}, {**MODEL, "verifier": "none"})
+    colder = {**MODEL, "temperature_scale": 0.5}
+    assert not adapts({**MODEL, "num_tokens": 2}, colder)
+    assert adapts({**NGRAM, "num_tokens": 2}, colder)
     assert not adapts(HEAD_ALONE) and not adapts({"sources": [NGRAM, {"mtp": {}}]})
     assert adapts({"sources": [NGRAM, HEAD_ALONE]})
 
@@ -56,8 +59,8 @@ def levels_of(*levels: dict, **keys) -> tuple[list, list]:
 
 def test_a_model_next_to_lookups_is_a_level_where_drafts_adapt():
     of_head, both = {"sources": [NGRAM, HEAD_ALONE]}, {"sources": [NGRAM, MODEL]}
-    assert levels_of(of_head) == (["ngram", "eagle3"], [5, 5])
-    assert levels_of(both | {"num_tokens": 2}, MODEL) == (["ngram", "model", "model"], [2, 2, 5])
+    assert levels_of(of_head) == (["sources", "eagle3"], [5, 5])
+    assert levels_of(both | {"num_tokens": 2}, MODEL) == (["sources", "model", "model"], [2, 2, 5])
     three = {"sources": [*LOOKUPS["sources"], MODEL]}
     assert levels_of(three) == (["sources", "model"], [5, 5])
     assert levels_of(both, adaptive=False) == (["sources"], [5])
@@ -95,4 +98,5 @@ def test_no_branches_where_they_do_not_fit():
 
 def test_nothing_where_the_host_reads_no_draft(as_on_gpus):
     assert not adapts(NGRAM) and not adapts(MODEL)
+    assert levels_of({"sources": [NGRAM, MODEL]}, adaptive=True) == (["sources"], [5])
     assert with_defaults(LOOKUPS).branches == 1

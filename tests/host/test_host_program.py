@@ -153,7 +153,7 @@ def test_nothing_is_drafted_for_a_request_whose_draft_has_ended(lookup):
         asked.append((slots.tolist(), np.isnan(estimates[:, : drafted.min()]).any()))
         return slots != first
 
-    engine.program.budget = mock.Mock(ends=[False, True], goes_on=goes_on)
+    engine.program.budget = mock.Mock(ends=bool, goes_on=goes_on)
     with reference_steps(engine) as steps:
         drafts = engine.propose(steps)
     state = engine.state

@@ -90,6 +90,8 @@ def test_rows_that_are_passed_on_are_not_rounded():
     assert row_dtypes(["lookup", "model"], block[:2], 2, half) == [None, half]
     assert row_dtypes(["counts", "model", "model"], block, 0, half) == [whole, half, half]
     assert row_dtypes(["counts", "model", "model"], block, 1, half) == [whole, half, whole]
+    assert row_dtypes(["counts", "model", "model"], block, 0, half, leaves_out=True) == [whole] * 3
+    assert row_dtypes(["model", "model"], block[:2], 0, half, leaves_out=True) == [half] * 2
     unverified = ["block", "none", "none"]
     assert row_dtypes(["counts", "model", "model"], unverified, 0, half) == [whole] * 3
     assert row_dtypes(["lookup", "model", "model"], unverified, 0, half) == [None, half, half]

@@ -140,7 +140,7 @@ class TableCascade(CascadeSpeculator):
         self.thresholds = self._thresholds()
         self.shorter = self._shorter_states()
         self.several = self._several_drafts()
-        self.counts = DeviceCounts(self.state.counts)
+        self.counts = DeviceCounts(self.state.counts, ["levels[0]"])
         self.blocks = torch.arange(slots * 16, dtype=torch.int32).view(slots, 16)
         groups = KVGroups(
             torch.tensor([self.blocks.data_ptr()], dtype=torch.uint64),

@@ -332,13 +332,14 @@ class DraftBudget:
             requested, drafted, accepted: [n] int64 tokens.
             estimates: [n, width] float64, acceptance of each token by the drafter's own account,
                 NaN for none.
-            computed: tokens of the verifier's pass.
+            computed: tokens of the verifier's pass; 0 where it needed none.
             drafting_seconds: with everything below the level.
             verifying_seconds: of the verifier.
         """
         self._count(level, verifier, requested, drafted)
         self._learn_acceptance(level, verifier, slots, drafted, estimates, accepted)
-        self.times[verifier].observe(computed, verifying_seconds)
+        if computed:
+            self.times[verifier].observe(computed, verifying_seconds)
         emitted = int((accepted + 1).sum())
         self.goodput[verifier - 1].learn(len(slots), int(drafted.sum()), emitted, drafting_seconds)
 

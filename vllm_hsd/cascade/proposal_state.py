@@ -249,7 +249,12 @@ class ProposalState:
 
 
 def row_dtypes(
-    kinds: Sequence[str], verifiers: Sequence[str], horizontal_tokens: int, dtype: torch.dtype
+    kinds: Sequence[str],
+    verifiers: Sequence[str],
+    horizontal_tokens: int,
+    dtype: torch.dtype,
+    *,
+    leaves_out: bool = False,
 ) -> list[torch.dtype | None]:
     """Of the rows that each level keeps; None for a lookup.
 
@@ -258,12 +263,14 @@ def row_dtypes(
         verifiers: of the levels.
         horizontal_tokens: after the top level's draft.
         dtype: of the models' logits.
+        leaves_out: a level may be left out, and pass on the rows of any level below it.
     """
     found: list[torch.dtype | None] = []
     for kind, verifier in zip(kinds, verifiers, strict=True):
         own = {"lookup": None, "counts": torch.float32}.get(kind, dtype)
         # What is passed on must not be rounded.
-        if verifier == "none" and torch.float32 in found[-1:]:
+        passed_on = found if leaves_out else found[-1:] if verifier == "none" else []
+        if torch.float32 in passed_on:
             own = torch.float32
         found.append(own)
     if horizontal_tokens and found[0] == torch.float32:

@@ -118,6 +118,13 @@ class CascadeConfig(Keys):
         return [i > 0 and not level.only_lowest for i, level in enumerate(self.levels)]
 
     @property
+    def scales_differ(self) -> bool:
+        """Whether levels that draw from rows do so at unequal shares of the temperature."""
+        drawing = [level.last_drafts_by in ("model", "counts") for level in self.levels]
+        scales = [options.temperature_scale for options in self.options()]
+        return len({scale for scale, draws in zip(scales, drawing, strict=True) if draws}) > 1
+
+    @property
     def interleaved(self) -> list[int]:
         """Levels that verify nothing, and add a token to each draft from below."""
         own = [getattr(level, "verifier", None) for level in self.levels]

@@ -27,6 +27,7 @@ def with_defaults(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs
     reasons = {
         "a level that verifies nothing": bool(hsd.interleaved),
         "a model with branches": hsd.several_drafts,
+        "unequal temperature_scale": hsd.scales_differ,
         "horizontal_tokens": hsd.horizontal_tokens > 0,
         "enable_adaptive_verification": hsd.enable_adaptive_verification,
         "a KV connector": connector_mistake(adaptive, arguments) is not None,
@@ -53,7 +54,7 @@ def with_models_as_levels(hsd: CascadeConfig) -> CascadeConfig:
         "levels[0].sources[%d] is served as levels[1]: 'adaptive' weighs it against the lookups.",
         len(lookups),
     )
-    found = lookups[0] if len(lookups) == 1 else lowest.model_copy(update={"sources": lookups})
+    found = lowest.model_copy(update={"sources": lookups})
     length = {"num_tokens": hsd.draft_lengths[0]}
     levels = [each.model_copy(update=length) for each in (found, last)]
     return hsd.model_copy(update={"levels": [*levels, *hsd.levels[1:]]})

@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
+from vllm_hsd.config import platform
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.config.sizes import learns_one_length, schedule_of
 from vllm_hsd.errors import UserError, collected, quoted
@@ -211,6 +212,11 @@ def check_serving(hsd: CascadeConfig, parallel_config: ParallelConfig) -> None:
                     f"{name}.{source.kind} drafts alone, without other levels or sources, which "
                     f"may be of the kinds {known}: keep it alone."
                 )
+    if hsd.adaptive and hsd.scales_differ and platform.read_on_host():
+        raise UserError(
+            "adaptive lets a level pass on what another one has drawn, which needs the same "
+            "temperature_scale at all levels that draw: set them alike, or adaptive to false."
+        )
     if hsd.several_drafts and not hsd.is_stock:
         _check_several_drafts(hsd)
     if hsd.is_stock:

@@ -17,6 +17,7 @@ from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
+from vllm_hsd.config import platform
 from vllm_hsd.config.level_checks import check_states
 from vllm_hsd.config.sizes import schedule_of, verifiers
 from vllm_hsd.errors import quoted
@@ -80,6 +81,7 @@ class BaseSpeculator(StandaloneARSpeculator):
                 self.verifiers,
                 self.hsd.horizontal_tokens,
                 dtype,
+                leaves_out=platform.read_on_host(),
             ),
             num_kv_groups=1,
             device=device,
@@ -91,7 +93,8 @@ class BaseSpeculator(StandaloneARSpeculator):
         self.thresholds = self._thresholds()
         lowest = self.hsd.levels[0]
         names = (*getattr(lowest, "names", ()), *self.more_sources)
-        self.counts = DeviceCounts(self.state.counts, names)
+        named = vllm_config.speculative_config.hsd_level_names
+        self.counts = DeviceCounts(self.state.counts, named, names)
         self.lookup = lowest.build(self, 0) if lowest.drafts_by == "lookup" else None
         self.counted = {
             k: level.drafters[-1].build(self, k)
@@ -140,8 +143,10 @@ class BaseSpeculator(StandaloneARSpeculator):
     @property
     def max_model_len(self) -> int:
         """Of the target; vLLM may lower it to what the cache holds, after the drafter is made."""
-        levels = cast(Any, self.speculative_config).level_configs
-        contexts = [level.draft_model_config.max_model_len for level in levels if level is not None]
+        levels = [each for each in cast(Any, self.speculative_config).level_configs if each]
+        # vLLM gives a head the positions of its target.
+        bound = [each for each in levels if each.method != "eagle3" or each.max_model_len]
+        contexts = [each.draft_model_config.max_model_len for each in bound]
         return min([self.vllm_config.model_config.max_model_len, *contexts])
 
     @max_model_len.setter
@@ -162,9 +167,9 @@ class BaseSpeculator(StandaloneARSpeculator):
             reads_states = level.drafters[-1].reads_target_states
             hosted = self.head if reads_states else level.drafters[-1].build(self, i)
             if not hosted.in_target_cache:
-                config = cast(Any, self.speculative_config).level_configs[i]
-                name, source = level.named_sources(f"levels[{i}]")[-1]
-                with loading(f"{name}.{source.kind} {quoted(config.model)}"):
+                own = cast(Any, self.speculative_config)
+                config, name = own.level_configs[i], own.hsd_level_names[i]
+                with loading(f"{name}.{level.drafters[-1].kind} {quoted(config.model)}"):
                     hosted.load(config)
             if hosted.in_target_cache or reads_states:
                 hosted.attach(target_model)

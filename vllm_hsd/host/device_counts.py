@@ -27,14 +27,17 @@ class DeviceCounts:
 
     Args:
         counts: int64 [L, 4], `ProposalState.counts`, whose first columns are those of `Count`.
+        levels: what messages call them.
         sources: names of those of the lowest level.
 
     Attributes:
         host: forward passes, and on a CPU times, what found nothing, sources and branches.
     """
 
-    def __init__(self, counts: torch.Tensor, sources: Sequence[str] = ()) -> None:
-        self.counts = counts
+    def __init__(
+        self, counts: torch.Tensor, levels: Sequence[str], sources: Sequence[str] = ()
+    ) -> None:
+        self.counts, self.levels = counts, levels
         self.on_host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self.arrived = torch.cuda.Event() if counts.is_cuda else None
         self.is_copying = False
@@ -61,9 +64,9 @@ class DeviceCounts:
         for level in set(new[:, COUNTS.invalid].nonzero().flatten().tolist()) - self.warned:
             self.warned.add(level)
             logger.warning(
-                "levels[%d] gives logits that are not finite; its drafts are arbitrary there, "
+                "%s gives logits that are not finite; its drafts are arbitrary there, "
                 "which costs acceptance: check its weights and dtype.",
-                level,
+                self.levels[level],
             )
         counts = self.host.take()
         counts.rows[: len(new), : Count.forwards] += new[:, : Count.forwards].numpy()

@@ -41,7 +41,6 @@ class HostBudget:
     ) -> None:
         self.budget = DraftBudget(levels, max_num_reqs, rows)
         self.warming_up = False
-        self.level_verified: Callable[..., None] = self.budget.level_verified
         # Most tokens of a request in a step without prompts.
         self.most_tokens = rows * (levels[-1].longest + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
@@ -89,9 +88,14 @@ class HostBudget:
         found: np.ndarray = _agreed(partial(self.budget.goes_on, *asked))
         return found
 
+    def level_verified(self, level: int, verifier: int, slots: np.ndarray, **found: Any) -> None:
+        """See `DraftBudget.level_verified`; passes that compile kernels tell nothing."""
+        if not self.warming_up:
+            self.budget.level_verified(level, verifier, slots, **found)
+
     def timed(self, level: int, tokens: int, seconds: float) -> None:
         """A level has drafted a token, or read what it had missed, in one pass."""
-        if not self.budget.levels[level].looks_up:
+        if tokens and not self.warming_up and not self.budget.levels[level].looks_up:
             self.budget.times[level].observe(tokens, seconds)
 
     def select(

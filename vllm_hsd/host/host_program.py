@@ -382,7 +382,7 @@ class HostProgram(Program):
             draft: most tokens that it verifies of any of them.
 
         Returns:
-            tokens of the pass.
+            tokens of the pass; 0 where the level had computed them already.
         """
         computed = self.caches.computed[level]
         text = self.base + state.end.numpy()
@@ -401,7 +401,9 @@ class HostProgram(Program):
         reached = np.minimum(text, state.limit.numpy() + 1)
         computed[self.slots[whole]] = np.maximum(reached, computed[self.slots])[whole]
         self._forget_rejected(state, wants)
-        return state.batch * query
+        # A head has read the target's step before the proposal.
+        read = draw == 0 and getattr(self.levels[level], "reads_first", False)
+        return 0 if read else state.batch * query
 
     def _forget_rejected(self, state: ProposalState, changed: np.ndarray) -> None:
         """Of texts that end in a token that no level has computed."""

@@ -49,6 +49,8 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     """The parsed `CascadeConfig`."""
     level_configs: SkipValidation[list] = Field(default_factory=list)
     """One stock `SpeculativeConfig` of its own method per level, None where no model loads."""
+    hsd_level_names: SkipValidation[list] = Field(default_factory=list)
+    """What messages call each level: as the user has numbered them."""
     hsd_least_rows: int = 1
     """As `hsd.branches`, or 1 where that is a default, which the KV cache may have no room for."""
 
@@ -85,13 +87,16 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
             )
         if hsd.is_stock:
             return _stock_config(hsd, *both)
+        names = [each.named_sources(f"levels[{i}]")[-1][0] for i, each in enumerate(hsd.levels)]
         hsd = with_models_as_levels(hsd)
-        # Lookups that are a level of their own load nothing.
-        level_configs[:0] = [None] * (len(hsd.levels) - len(level_configs))
+        if len(hsd.levels) > len(names):
+            # Lookups load nothing.
+            level_configs, names = [None, *level_configs], ["levels[0]", *names]
         return cls(
             method="draft_model",
             hsd=hsd,
             level_configs=level_configs,
+            hsd_level_names=names,
             hsd_least_rows=given.branches,
             num_speculative_tokens=hsd.scheduled_tokens,
             enable_adaptive_verification=hsd.enable_adaptive_verification,

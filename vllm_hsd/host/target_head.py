@@ -1,4 +1,4 @@
-"""An EAGLE-3 head of the target as the lowest level of a cascade.
+"""An EAGLE-3 head of the target as a level of a cascade, which verifies nothing.
 
 A head computes one entry per position: entry e reads token e + 1 and the target's state at position
 e, and its logits are of token e + 2. Beyond the verified text the target has no states yet: there
@@ -76,8 +76,9 @@ class ProgramHead(ProgramModel):
 
     def __init__(self, speculator: Any, index: int) -> None:
         super().__init__(speculator, index)
-        config = speculator.speculative_config.level_configs[index]
-        self.name = f"levels[{index}].eagle3 {quoted(config.model)}"
+        own = speculator.speculative_config
+        config = own.level_configs[index]
+        self.name = f"{own.hsd_level_names[index]}.eagle3 {quoted(config.model)}"
         check_states(get_model_cls(self.vllm_config.model_config), self.name)
         eagle = getattr(config.draft_model_config.hf_config, "eagle_config", None) or {}
         self.reads_inner_states = bool(eagle.get("use_aux_hidden_state", True))

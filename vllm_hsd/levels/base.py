@@ -107,8 +107,8 @@ class LevelConfig(Keys):
         reads_texts: it reads the requests' texts, which vLLM then keeps in the GPU's memory.
         drafts_by: how it drafts in a cascade, "counts" for rows without forward passes; empty if it
             drafts alone.
-        is_stock: vLLM's own drafter serves it as the only level, with our verifier; see
-            `stock_keys`.
+        is_stock: vLLM's own drafter may serve it as the only level, with our verifier; see
+            `stock_keys` and `CascadeConfig.is_stock`.
         num_tokens: draft length, the tokens that the level passes to the level above it at a time;
             None for the last level, which fills `num_speculative_tokens`.
     """
