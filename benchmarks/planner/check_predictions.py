@@ -59,15 +59,20 @@ TINY, REAL = (4, 2048), (1, 256)
 
 
 def measured_profile(
-    arguments: argparse.Namespace, models: ModelSet, contexts: list[list[int]], timing: Timing
+    arguments: argparse.Namespace, loaded: list[ModelSet], contexts: list[list[int]], timing: Timing
 ) -> Profile:
-    """The profile of an earlier run in the same directory, or a new one."""
-    path = arguments.output / "profile.json"
+    """The profile of an earlier run in the same directory, or a new one.
+
+    Args:
+        loaded: the models, which are let go before the engines take as much memory.
+    """
+    path, models = arguments.output / "profile.json", loaded.pop()
     if path.exists():
         return load_profile(path)
     # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
     texts, _ = REAL if arguments.family else TINY
     found = measure_acceptance(models, contexts * texts, timing.task)
+    del models
     latencies = timing.measure(arguments.output / "timing.json")
     prompts = Prompts(file="prompts.jsonl", prompts=len(contexts), contexts=found.positions)
     profile = make_profile(timing.task, found, prompts, latencies)
@@ -249,8 +254,9 @@ def main() -> None:
     longest = 1024 if arguments.family else 256
     contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     timing = Timing(task, contexts, models.vocabulary, arguments.output)
-    profile = measured_profile(arguments, models, contexts, timing)
+    loaded = [models]
     del models
+    profile = measured_profile(arguments, loaded, contexts, timing)
     # Drafts never pass the end of a request: short requests draft a little less.
     search = Search(
         profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
