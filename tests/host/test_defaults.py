@@ -1,11 +1,14 @@
 """What is adaptive and what has branches although the configuration says nothing about it."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_hsd.config import defaults
 from vllm_hsd.config.cascade_config import CascadeConfig
+from vllm_hsd.config.level_checks import check_serving
+from vllm_hsd.errors import UserError
 
 NGRAM, MODEL = {"ngram": {"max": 3}}, {"model": "some/model"}
 HEAD_ALONE = {"eagle3": "some/head"}
@@ -72,6 +75,16 @@ def test_a_head_verifies_no_level_below_it():
     lowest = {"sources": [NGRAM, HEAD_ALONE], "num_tokens": 2}
     found = defaults.with_models_as_levels(with_defaults(lowest, MODEL))
     assert found.verifying == [False, False, True]
+
+
+def test_levels_that_adapt_draw_at_one_temperature():
+    """A level that is left out passes on what another one has drawn."""
+    engine = SimpleNamespace(distributed_executor_backend=None)
+    for scale in (1.0, 0.5):
+        levels = {**MODEL, "num_tokens": 2}, {**MODEL, "temperature_scale": scale}
+        mistake = pytest.raises(UserError, match="same temperature_scale at all levels")
+        with nullcontext() if scale == 1 else mistake:
+            check_serving(with_defaults(*levels, adaptive=True), engine)
 
 
 def test_branches_of_lookups_alone():
