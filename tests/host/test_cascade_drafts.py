@@ -277,6 +277,23 @@ def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, 
     assert served.drafter.stale.tolist() == [True, True, stale] and len(passes) == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "longest"),
+    [("draft_model", None, 32), ("eagle3", None, 64), ("eagle3", 32, 32)],
+)
+def test_a_head_of_a_short_context_drafts_up_to_the_targets(method, given, longest):
+    """vLLM gives it the target's positions; a drafter of its own ends where its context does."""
+    from vllm_hsd.host.base_speculator import BaseSpeculator
+
+    short = SimpleNamespace(max_model_len=32)
+    level = SimpleNamespace(method=method, max_model_len=given, draft_model_config=short)
+    speculator = SimpleNamespace(
+        speculative_config=SimpleNamespace(level_configs=[None, level]),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=64)),
+    )
+    assert BaseSpeculator.max_model_len.fget(speculator) == longest
+
+
 def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypatch):
     """Sleep mode discards what is allocated with the weights; vLLM may shorten texts later."""
 
