@@ -278,6 +278,24 @@ def test_prompts_that_leave_a_hole_below_the_window_never_draft(levels, prompt, 
 
 
 @pytest.mark.parametrize(
+    ("levels", "lengths", "mistake"),
+    [
+        ([0, 1], [2, 5], "not among those"),
+        ([1, 0], [2, 4], "not among those"),
+        ([0], [2], "another temperature_scale"),
+    ],
+)
+def test_what_cannot_be_selected_is_refused(levels, lengths, mistake):
+    from vllm_hsd.host.host_speculator import HostSpeculator
+
+    speculator = SimpleNamespace(
+        schedule=SimpleNamespace(draft_lengths=(2, 4)), hsd=SimpleNamespace(scales_differ=True)
+    )
+    with pytest.raises(ValueError, match=mistake):
+        HostSpeculator.select_levels(speculator, levels, lengths)
+
+
+@pytest.mark.parametrize(
     ("method", "given", "longest"),
     [("draft_model", None, 32), ("eagle3", None, 64), ("eagle3", 32, 32)],
 )

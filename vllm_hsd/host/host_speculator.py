@@ -152,8 +152,8 @@ class HostSpeculator(BaseSpeculator):
             sources: numbers of those of the lowest level that draft; None for all.
 
         Raises:
-            ValueError: unknown levels or sources, or draft lengths that the engine was not started
-                for.
+            ValueError: unknown levels or sources, draft lengths that the engine was not started
+                for, or drafts of one level that another would pass on at its own temperature.
         """
         longest = self.schedule.draft_lengths
         if (
@@ -165,6 +165,11 @@ class HostSpeculator(BaseSpeculator):
             raise ValueError(
                 f"levels {levels} with draft lengths {draft_lengths} are not among those that the "
                 f"engine was started for: {list(longest)}."
+            )
+        if self.hsd.scales_differ and levels[-1] != len(longest) - 1:
+            raise ValueError(
+                f"levels {levels} leave the last one out, which would pass on drafts of another "
+                "temperature_scale: set it alike at all levels."
             )
         if sources is not None:
             if not isinstance(self.lookup, SourcesLookup):
