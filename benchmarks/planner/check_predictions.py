@@ -12,7 +12,6 @@ Times are CPU times of the engine's one model thread by default (--clock wall fo
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
 """
 
-import argparse
 import itertools
 import os
 
@@ -32,7 +31,7 @@ from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.studies.demo_cascade import PROMPTS
 from vllm_hsd.tools.cli.plan import label
 from vllm_hsd.tools.dtype import choose_dtype
-from vllm_hsd.tools.planner.acceptance import measure_acceptance
+from vllm_hsd.tools.planner.acceptance import Acceptances, measure_acceptance
 from vllm_hsd.tools.planner.latencies import Latencies
 from vllm_hsd.tools.planner.measure import make_profile
 from vllm_hsd.tools.planner.models import ModelSet
@@ -58,24 +57,11 @@ PLAIN_EVERY, PLAIN_TOKENS = 4, 16
 TINY, REAL = (4, 2048), (1, 256)
 
 
-def measured_profile(
-    arguments: argparse.Namespace, loaded: list[ModelSet], contexts: list[list[int]], timing: Timing
-) -> Profile:
-    """The profile of an earlier run in the same directory, or a new one.
-
-    Args:
-        loaded: the models, which are let go before the engines take as much memory.
-    """
-    path, models = arguments.output / "profile.json", loaded.pop()
-    if path.exists():
-        return load_profile(path)
-    # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
-    texts, _ = REAL if arguments.family else TINY
-    found = measure_acceptance(models, contexts * texts, timing.task)
-    del models
-    latencies = timing.measure(arguments.output / "timing.json")
-    prompts = Prompts(file="prompts.jsonl", prompts=len(contexts), contexts=found.positions)
-    profile = make_profile(timing.task, found, prompts, latencies)
+def measured_profile(path: Path, found: Acceptances, prompts: int, timing: Timing) -> Profile:
+    """A new profile, by measured acceptance; the engines are timed in turn."""
+    latencies = timing.measure(path.with_name("timing.json"))
+    used = Prompts(file="prompts.jsonl", prompts=prompts, contexts=found.positions)
+    profile = make_profile(timing.task, found, used, latencies)
     profile.save(path)
     return profile
 
@@ -254,9 +240,18 @@ def main() -> None:
     longest = 1024 if arguments.family else 256
     contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     timing = Timing(task, contexts, models.vocabulary, arguments.output)
-    loaded = [models]
-    del models
-    profile = measured_profile(arguments, loaded, contexts, timing)
+    # That of an earlier run in the same directory, or a new one.
+    path = arguments.output / "profile.json"
+    if path.exists():
+        del models
+        profile = load_profile(path)
+    else:
+        # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
+        texts, _ = REAL if arguments.family else TINY
+        acceptance = measure_acceptance(models, contexts * texts, task)
+        # The engines take as much memory.
+        del models
+        profile = measured_profile(path, acceptance, len(contexts), timing)
     # Drafts never pass the end of a request: short requests draft a little less.
     search = Search(
         profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)

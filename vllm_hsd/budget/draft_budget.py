@@ -338,8 +338,7 @@ class DraftBudget:
         """
         self._count(level, verifier, requested, drafted)
         self._learn_acceptance(level, verifier, slots, drafted, estimates, accepted)
-        if computed:
-            self.times[verifier].observe(computed, verifying_seconds)
+        self.times[verifier].observe(computed, verifying_seconds)
         emitted = int((accepted + 1).sum())
         self.goodput[verifier - 1].learn(len(slots), int(drafted.sum()), emitted, drafting_seconds)
 

@@ -113,6 +113,12 @@ class CascadeConfig(Keys):
         return len(self.levels) == 1 and lowest.drafters[-1].is_stock and not level
 
     @property
+    def has_model_next_to_lookups(self) -> bool:
+        """Whether the last source of level 0 can be a level above the others, which are lookups."""
+        *lookups, last = self.levels[0].drafters
+        return bool(lookups) and not last.is_lookup and bool(last.drafts_by)
+
+    @property
     def verifying(self) -> list[bool]:
         """By level, whether it verifies the ones below it."""
         return [i > 0 and not level.only_lowest for i, level in enumerate(self.levels)]
@@ -120,9 +126,9 @@ class CascadeConfig(Keys):
     @property
     def scales_differ(self) -> bool:
         """Whether levels that draw from rows do so at unequal shares of the temperature."""
-        drawing = [level.last_drafts_by in ("model", "counts") for level in self.levels]
-        scales = [options.temperature_scale for options in self.options()]
-        return len({scale for scale, draws in zip(scales, drawing, strict=True) if draws}) > 1
+        each = zip(self.levels, self.options(), strict=True)
+        drawn = [own.temperature_scale for level, own in each if not level.drafters[-1].is_lookup]
+        return len({*drawn}) > 1
 
     @property
     def interleaved(self) -> list[int]:

@@ -19,8 +19,7 @@ def with_defaults(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArgs
     if not platform.read_on_host():
         return hsd
     hsd = _with_branches(hsd, target, arguments)
-    *lookups, last = hsd.levels[0].drafters
-    alone = hsd.is_stock and not (lookups and last.drafts_by)
+    alone = hsd.is_stock and not hsd.has_model_next_to_lookups
     if "adaptive" in hsd.model_fields_set or alone:
         return hsd
     adaptive = hsd.model_copy(update={"adaptive": True})
@@ -45,11 +44,10 @@ def with_models_as_levels(hsd: CascadeConfig) -> CascadeConfig:
     Then the budget knows what each of them costs and gains. A model may verify the lookups' drafts
     too; a head cannot, see `CascadeConfig.verifying`.
     """
+    if not (hsd.adaptive and platform.read_on_host() and hsd.has_model_next_to_lookups):
+        return hsd
     lowest = hsd.levels[0]
     *lookups, last = lowest.drafters
-    hosted = last.drafts_by in ("model", "counts")
-    if not (hsd.adaptive and platform.read_on_host() and lookups and hosted):
-        return hsd
     logger.info(
         "levels[0].sources[%d] is served as levels[1]: 'adaptive' weighs it against the lookups.",
         len(lookups),

@@ -95,7 +95,7 @@ class HostBudget:
 
     def timed(self, level: int, tokens: int, seconds: float) -> None:
         """A level has drafted a token, or read what it had missed, in one pass."""
-        if tokens and not self.warming_up and not self.budget.levels[level].looks_up:
+        if not self.warming_up and not self.budget.levels[level].looks_up:
             self.budget.times[level].observe(tokens, seconds)
 
     def select(

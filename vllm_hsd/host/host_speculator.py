@@ -100,9 +100,10 @@ class HostSpeculator(BaseSpeculator):
             caches=self.caches,
             estimates=estimates_of(self.hsd.levels[0], self.lookup) if self.hsd.adaptive else None,
         )
-        every = tuple(range(self.schedule.num_levels))
-        self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
-        if self.hsd.adaptive:
+        if not self.hsd.adaptive:
+            every = tuple(range(self.schedule.num_levels))
+            self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
+        else:
             lookups = [self.program.has_lookup, *[False] * (len(levels) - 1)]
             lengths = self.schedule.kept_lengths, self.hsd.draft_lengths
             told = [
