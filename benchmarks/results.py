@@ -12,7 +12,8 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +37,30 @@ PLACES = 1, 2, 4, 8
 ENGINE = ", 1 thread per engine"
 MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
-FAMILY_PEER, FAMILY_INT8 = f"{FAMILY}, vLLM's", f"{FAMILY}, 0.5B in 8 bits"
+FAMILY_INT8 = f"{FAMILY}, 8-bit drafter"
+FAMILY_PEER, FAMILY_INT8_PEER = f"{FAMILY}, vLLM's", f"{FAMILY}, 0.5B in 8 bits"
 
 
-def family() -> dict[str, Config]:
-    """A lookup and the 0.5B, alone and as a cascade; one engine serves all of fixed lengths."""
-    small = {"model": os.path.relpath(qwen_coder("0.5B"))}
+DRAFTERS: dict[str, Callable[[], Path]] = {
+    "0.5B": lambda: qwen_coder("0.5B"),
+    "8-bit 0.5B": lambda: int8_copy(qwen_coder("0.5B")),
+}
+
+
+def family(name: str) -> dict[str, Config]:
+    """A lookup and a drafter, alone and as a cascade; one engine serves all of fixed lengths."""
+    small = {"model": os.path.relpath(DRAFTERS[name]())}
     return {
-        "suffix 8 < 0.5B 8": fixed({"suffix": {}, "num_tokens": 8}, small, length=8),
-        "0.5B 3": fixed(small, length=3),
+        f"suffix 8 < {name} 8": fixed({"suffix": {}, "num_tokens": 8}, small, length=8),
+        f"{name} 3": fixed(small, length=3),
         "suffix 8": fixed({"suffix": {}}, length=8),
-        **adaptive("0.5B", small["model"]),
+        **adaptive(name, small["model"]),
     }
 
 
-def family_peer() -> dict[str, Config]:
-    """vLLM's own drafter, apart: four targets at once take more memory than most have."""
-    return peer("0.5B", os.path.relpath(qwen_coder("0.5B")))
-
-
-def family_int8() -> dict[str, Config]:
-    """As `family_peer`, the drafter's weights in 8 bits for both."""
-    return peer("8-bit 0.5B", os.path.relpath(int8_copy(qwen_coder("0.5B"))))
-
-
-def peer(name: str, model: str) -> dict[str, Config]:
-    """vLLM's own method with a drafter, and ours."""
+def peer(name: str) -> dict[str, Config]:
+    """vLLM's own method with a drafter, and ours, apart: four targets take too much memory."""
+    model = os.path.relpath(DRAFTERS[name]())
     own = {"method": "draft_model", "num_speculative_tokens": 3, "model": model}
     return {f"vLLM's draft_model 3, {name}": own, **adaptive(name, model)}
 
@@ -81,12 +80,15 @@ def smollm() -> dict[str, Config]:
     }
 
 
-GROUPS = {
-    FAMILY: family,
+GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
+    FAMILY: partial(family, "0.5B"),
+    FAMILY_INT8: partial(family, "8-bit 0.5B"),
     SMALL: smollm,
-    FAMILY_PEER: family_peer,
-    FAMILY_INT8: family_int8,
+    FAMILY_PEER: partial(peer, "0.5B"),
+    FAMILY_INT8_PEER: partial(peer, "8-bit 0.5B"),
 }
+# Whose engine without speculation and that of fixed lengths serve several configurations.
+SHARED = FAMILY, FAMILY_INT8
 
 
 def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -184,7 +186,7 @@ def main() -> int:
             [Group(name, chosen, options.temperatures, sizes)],
             options,
             *prompts,
-            engines_class=SharedEngines if name == FAMILY else Engines,
+            engines_class=SharedEngines if name in SHARED else Engines,
             kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
         )
     figure = table.path.with_suffix(".png")
