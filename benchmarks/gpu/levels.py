@@ -28,8 +28,8 @@ def configurations(family: dict[str, str], store: str) -> dict[str, dict[str, An
     return {
         "n-gram": engines.cascade(5, ngram),
         "suffix below a model": engines.cascade(6, {**suffix, "num_tokens": 3}, mid),
-        "n-gram model below a model": engines.cascade(
-            6, {"ngram_model": store, "num_tokens": 2}, mid
+        "bigram model below a model": engines.cascade(
+            6, {"bigram_model": store, "num_tokens": 2}, mid
         ),
         "pairs below an exit": engines.cascade(
             6, {"bigram": store, "num_tokens": 2}, {"early_exit": 1}

@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--family", action="store_true", help="Qwen2.5-Coder 1.5B and 0.5B")
     parser.add_argument("--each", type=int, default=5, help="best and random cascades to run")
     parser.add_argument("--exits", nargs="*", type=int, default=[2])
-    parser.add_argument("--pairs", action="store_true", help="with the n-gram model of order 1")
+    parser.add_argument("--pairs", action="store_true", help="with a bigram model")
     parser.add_argument("--ngram", action="store_true", help="with a prompt lookup")
     parser.add_argument("--bigram", action="store_true", help="with a lookup of likeliest pairs")
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -220,7 +220,7 @@ def main() -> None:
         found = candidates(
             models=[str(MODELS / name) for name in ("small", "mid")],
             exits=arguments.exits,
-            ngram_models=[(str(MODELS / "library.safetensors"), 1)] if arguments.pairs else [],
+            bigram_model=str(MODELS / "library.safetensors") if arguments.pairs else None,
             ngram=4 if arguments.ngram else None,
             bigram=str(MODELS / "library.safetensors") if arguments.bigram else None,
         )

@@ -172,7 +172,6 @@ FAULTS = [
     (hsd({"suffix": {"shared_tokens": 1 << 25}}), r"levels\[0\]\.suffix\.shared_tokens: "),
     (hsd({"suffix": {"min_acceptance": 1.5}}), r"levels\[0\]\.suffix\.min_acceptance: "),
     (hsd({"sources": [{"ngram": {}}], "min_acceptance": 2}), r"levels\[0\]\.min_acceptance: "),
-    (hsd({"ngram_model": "s", "order": 7}), r"levels\[0\]\.order: .*: 7"),
     (
         hsd({"bigram": "s", "temperature_scale": 2}),
         r"levels\[0\] of kind 'bigram' has no key 'temperature_scale'",

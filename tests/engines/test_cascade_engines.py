@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(900)
     [
         *("two models", "stock model, equal", "stock head", "mtp"),
         *slow("suffix", "suffix, model", "sources, model", "entropy", "horizontal"),
-        *slow("n-grams, model", "choice", "choice, model", "choice with a head", "three equal"),
+        *slow("pairs, model", "choice", "choice, model", "choice with a head", "three equal"),
         *slow("head, model", "choice with a head, model"),
         *slow("lookup, exit, model", "embedding, exit", "stock model, argmax", "stock n-gram"),
     ],

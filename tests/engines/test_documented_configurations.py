@@ -66,7 +66,7 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
             level["model"] = models.pop()
         if "eagle3" in level:
             level["eagle3"] = files.eagle3
-        for key in level.keys() & {"ngram_model", "bigram"}:
+        for key in level.keys() & {"bigram_model", "bigram"}:
             level[key] = files.store
         if "early_exit" in level or "exit_head" in level:
             # Exits must be ordered by depth, and the target has two layers.

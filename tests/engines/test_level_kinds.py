@@ -46,14 +46,14 @@ CASCADES = {
         {"model": f.mid},
     ),
     "entropy-based stopping": lambda f, files: cascade(
-        {"ngram_model": files.store, "order": 1, "num_tokens": 3, **ENDS},
+        {"bigram_model": files.store, "num_tokens": 3, **ENDS},
         {"model": f.small, "num_tokens": 4, **ENDS},
         {"model": f.mid, **ENDS},
     ),
     "suffix": lambda f, files: cascade({"suffix": {"store": files.store}}),
-    "ngram_model": lambda f, files: cascade({"ngram_model": files.store}),
-    "ngram_model among sources": lambda f, files: cascade(
-        {"sources": [LOOKUP, {"ngram_model": files.store}], "num_tokens": 3}, {"model": f.mid}
+    "bigram_model": lambda f, files: cascade({"bigram_model": files.store}),
+    "bigram_model among sources": lambda f, files: cascade(
+        {"sources": [LOOKUP, {"bigram_model": files.store}], "num_tokens": 3}, {"model": f.mid}
     ),
     "several sources": lambda f, files: cascade(
         {"sources": [LOOKUP, every_kind(f, files)["suffix"], {"model": f.small}], "num_tokens": 3},
@@ -68,7 +68,7 @@ CASCADES = {
         horizontal_tokens=1,
     ),
     "five models from pairs": lambda f, files: cascade(
-        {"ngram_model": files.store, "order": 1, "num_tokens": 2, **ENDS},
+        {"bigram_model": files.store, "num_tokens": 2, **ENDS},
         {"early_exit": 1, "num_tokens": 3, **ENDS},
         {"model": f.small, "num_tokens": 4, **ENDS},
         {"model": f.mid, **ENDS},

@@ -54,7 +54,7 @@ SHAPES = {
     "preempted": {"block_size": 32, "num_gpu_blocks_override": 14},
 }
 KINDS = (
-    *("ngram", "suffix", "bigram", "ngram_model", "model", "early_exit", "exit_head", "eagle3"),
+    *("ngram", "suffix", "bigram", "bigram_model", "model", "early_exit", "exit_head", "eagle3"),
     *("sources", "three"),
 )
 FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]

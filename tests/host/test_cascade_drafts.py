@@ -34,8 +34,8 @@ def runner(params, name, **options):
     "name",
     [
         *("one", "two", "three", "lookup", "bigram", "suffix", "sources", "choice"),
-        *("unverified", "entropy", "n-grams above"),
-        *slow("choice below", "choice of n-grams", "horizontal", "horizontal lookup", "n-grams"),
+        *("unverified", "entropy", "pairs above"),
+        *slow("choice below", "choice of pairs", "horizontal", "horizontal lookup", "pairs"),
     ],
 )
 def test_greedy_text_is_the_targets(name):
@@ -76,7 +76,7 @@ def test_levels_equal_to_the_target_lose_nothing(temperature):
         ("entropy, unverified", {}),
         ("horizontal", {}),
         ("horizontal lookup", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("n-grams", "n-grams above")),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("pairs", "pairs above")),
         ("two, adaptive", {}),
         ("two", {"top_p": 0.8, "temperature": 0.9}),
     ],
@@ -196,7 +196,7 @@ def test_above_the_batch_limit_a_step_of_decodes_runs_no_level():
     assert not passes and served.drafter.stale.sum() == 2
 
 
-@pytest.mark.parametrize("name", ["bigram", "lookup", "n-grams"])
+@pytest.mark.parametrize("name", ["bigram", "lookup", "pairs"])
 def test_above_the_batch_limit_what_keeps_no_cache_misses_nothing(name):
     """And an exit reads the target's own: its requests draft again."""
     served = runner([{"temperature": 0.0}] * 3, name)

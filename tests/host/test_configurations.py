@@ -80,7 +80,7 @@ def sources(*lookups: dict, **keys) -> dict:
     [
         ({"levels": [NGRAM]}, {}, None),
         ({"levels": [{"suffix": {}}]}, {}, None),
-        ({"levels": [{"ngram_model": "STORE"}]}, {}, None),
+        ({"levels": [{"bigram_model": "STORE"}]}, {}, None),
         ({"levels": [{"suffix": {"shared_tokens": 1 << 18}}]}, {}, None),
         ({"levels": [sources(NGRAM, {"suffix": {}})]}, {}, None),
         ({"levels": [sources(NGRAM, EXIT)]}, {}, None),
@@ -175,10 +175,10 @@ def with_paths(level: dict, family, head: str) -> dict:
         return {"model": family.mid, "max_model_len": 99}
     if level.get("model") == "SMALL":
         return {**level, "model": family.small}
-    if "ngram_model" in level:
+    if "bigram_model" in level:
         store = str(Path(family.target).with_name("pairs.safetensors"))
         write_store(collect_texts([np.arange(3)], family.vocabulary), store)
-        return {"ngram_model": store}
+        return {"bigram_model": store}
     if "sources" in level:
         sources = [with_paths(source, family, head) for source in level["sources"]]
         return {**level, "sources": sources}

@@ -22,8 +22,8 @@ CASCADES = (
     "entropy, unverified",
     "horizontal",
     "horizontal lookup",
-    "n-grams",
-    "n-grams above",
+    "pairs",
+    "pairs above",
     "two, adaptive",
 )
 # What all cases launch, once in a process.

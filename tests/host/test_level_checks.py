@@ -143,12 +143,12 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             r"levels\[0\]\.bigram: '.*' was built for 5 tokens .* 64: build it with",
         ),
         (
-            target({"ngram_model": store}),
-            r"levels\[0\]\.ngram_model: '.*' was built for 5 tokens .* 64: build it with",
+            target({"bigram_model": store}),
+            r"levels\[0\]\.bigram_model: '.*' was built for 5 tokens .* 64: build it with",
         ),
         (
-            target({"ngram_model": short}),
-            r"levels\[0\]\.ngram_model: '.*' has no text of two tokens: build it",
+            target({"bigram_model": short}),
+            r"levels\[0\]\.bigram_model: '.*' has no text of two tokens: build it",
         ),
         (
             target({"bigram": str(cut)}),

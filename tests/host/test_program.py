@@ -9,8 +9,6 @@ import torch
 from support import kernel_reference as reference
 from support.programs import Engine, reference_steps
 
-from vllm_hsd.cascade.proposal_state import row_dtypes
-
 STANDARD_ON_TOP, ENDS = ("block", "block", "standard"), {"seed": 2, "vocabulary": 7}
 PLAIN = [
     {"lengths": (4,), "seed": 1},
@@ -82,19 +80,6 @@ def test_token_for_token_as_the_cascade(case):
         assert min(filled[12:]) < longest
     if tail:
         assert min(filled) == 0
-
-
-def test_rows_that_are_passed_on_are_not_rounded():
-    half, whole = torch.bfloat16, torch.float32
-    block = ["block"] * 3
-    assert row_dtypes(["lookup", "model"], block[:2], 2, half) == [None, half]
-    assert row_dtypes(["counts", "model", "model"], block, 0, half) == [whole, half, half]
-    assert row_dtypes(["counts", "model", "model"], block, 1, half) == [whole, half, whole]
-    assert row_dtypes(["counts", "model", "model"], block, 0, half, leaves_out=True) == [whole] * 3
-    assert row_dtypes(["model", "model"], block[:2], 0, half, leaves_out=True) == [half] * 2
-    unverified = ["block", "none", "none"]
-    assert row_dtypes(["counts", "model", "model"], unverified, 0, half) == [whole] * 3
-    assert row_dtypes(["lookup", "model", "model"], unverified, 0, half) == [None, half, half]
 
 
 def test_other_uniforms_give_other_tokens():

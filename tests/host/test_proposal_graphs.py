@@ -140,9 +140,7 @@ def test_passes_that_no_request_wants_are_skipped(checks, captured):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["entropy", "horizontal lookup", "n-grams", "sources", "unverified"]
-)
+@pytest.mark.parametrize("name", ["entropy", "horizontal lookup", "pairs", "sources", "unverified"])
 def test_graphs_of_other_cascades(captured, name):
     """A replay after a check without the graph begins with the thresholds of before."""
 

@@ -12,10 +12,9 @@ import pytest
 from oracle.exact import Choices, Distribution, Table, Tokens, distance, distribution_of
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
-from vllm_hsd.cascade.bigram import BigramLevel
+from vllm_hsd.cascade.bigram import BigramLevel, BigramModelLevel
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
-from vllm_hsd.cascade.ngram_model import NgramModelLevel
 from vllm_hsd.cascade.text_store import TextStore, collect_texts
 from vllm_hsd.tools.reference import ReferenceEngine
 from vllm_hsd.tools.reference.stopping import EntropyThresholds
@@ -40,12 +39,8 @@ def bigram(vocabulary: int, seed: int) -> BigramLevel:
     return BigramLevel(store(vocabulary, seed))
 
 
-def pair_model(vocabulary: int, seed: int) -> NgramModelLevel:
-    return NgramModelLevel(store(vocabulary, seed), 1)
-
-
-def ngram_model(vocabulary: int, seed: int) -> NgramModelLevel:
-    return NgramModelLevel(store(vocabulary, seed), 6)
+def bigram_model(vocabulary: int, seed: int) -> BigramModelLevel:
+    return BigramModelLevel(store(vocabulary, seed))
 
 
 def stopped(table, length: int, eos: int) -> Distribution:
@@ -76,15 +71,14 @@ def bias(levels, options, length: int, *, vocabulary=2, eos=None, power=1, **set
 LEVELS = {
     "model": [model],
     "bigram": [bigram],
-    "ngram_model": [ngram_model],
+    "bigram_model": [bigram_model],
     "lookup": [lookup],
     "model, model": [model, model],
     "lookup, model": [lookup, model],
     "bigram, model": [bigram, model],
-    "pair_model, model": [pair_model, model],
-    "model, pair_model": [model, pair_model],
-    "lookup, ngram_model, model": [lookup, ngram_model, model],
-    "lookup, pair_model, model": [lookup, pair_model, model],
+    "bigram_model, model": [bigram_model, model],
+    "model, bigram_model": [model, bigram_model],
+    "lookup, bigram_model, model": [lookup, bigram_model, model],
 }
 
 
@@ -138,9 +132,9 @@ def test_rounds(max_rounds):
         ("model, model", (2, 3), ("none",), "block", 1),
         ("lookup, model", (2, 3), ("none",), "block", None),
         ("lookup, model", (2, 3), ("none",), "standard", 1),
-        ("lookup, pair_model, model", (1, 2, 3), ("none", "block"), "block", None),
-        ("lookup, pair_model, model", (1, 2, 3), ("block", "none"), "block", None),
-        ("lookup, pair_model, model", (1, 2, 3), ("none", "none"), "standard", None),
+        ("lookup, bigram_model, model", (1, 2, 3), ("none", "block"), "block", None),
+        ("lookup, bigram_model, model", (1, 2, 3), ("block", "none"), "block", None),
+        ("lookup, bigram_model, model", (1, 2, 3), ("none", "none"), "standard", None),
     ],
 )
 def test_interleaved_levels(kinds, lengths, verifiers, verifier, eos):

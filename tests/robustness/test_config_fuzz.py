@@ -43,13 +43,13 @@ VALID = [
     two({"exit_head": "heads", "num_tokens": 4}, verifier="hierarchical"),
     two({"ngram": {"max": 3}}, horizontal_tokens=3, adaptive=False),
     two({"bigram": "store"}, verifier="coupled"),
-    two({"ngram_model": "store", "order": 2}),
+    two({"bigram_model": "store"}),
     two({"sources": [{"ngram": {}}, {"bigram": "store"}, {"model": "small", "stopping": "fixed"}]}),
     {"num-speculative-tokens": 5, "levels": [{"eagle3": "head", "temperature-scale": 2}]},
     {
         "num_speculative_tokens": 9,
         "levels": [
-            {"ngram_model": "store", "num_tokens": 2},
+            {"bigram_model": "store", "num_tokens": 2},
             {"early_exit": 1, "num_tokens": 4, "verifier": "standard", "max_rounds": 2},
             {"early_exit": 2, "num_tokens": 5},
             TOP,

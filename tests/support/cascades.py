@@ -66,7 +66,7 @@ DRAWN = {"draft_sample_method": "probabilistic"}
 
 
 def configuration(name: str, family) -> dict:
-    stored = any(part in name for part in ("suffix", "sources", "n-grams", "choice"))
+    stored = any(part in name for part in ("suffix", "sources", "pairs", "choice"))
     store = texts_of(family) if stored else None
     target, mid, small = ({"model": getattr(family, each)} for each in ("target", "mid", "small"))
     one, two, entropy = {"num_tokens": 1}, {"num_tokens": 2}, {"stopping": "entropy"}
@@ -85,7 +85,7 @@ def configuration(name: str, family) -> dict:
         "choice with a head, model": cascade([of_head | two, mid], 5),
         "two models": cascade([small | one, mid]),
         "entropy": cascade([small | two | entropy, mid | entropy]),
-        "n-grams, model": cascade([{"ngram_model": store, "order": 3} | two, mid]),
+        "pairs, model": cascade([{"bigram_model": store} | two, mid]),
         "horizontal": cascade([small | one, mid]) | {"horizontal_tokens": 2},
         "three equal": cascade([target | one, target | two, target], 5),
         "lookup, exit, model": cascade([ngram | one, early_exit | two, mid], 5),

@@ -16,14 +16,14 @@ import torch
 
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.cascade import cascade_steps
+from vllm_hsd.cascade.bigram_rows import BigramRows
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.head_steps import HeadInputs, next_tokens, place_entry, read_step
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
-from vllm_hsd.cascade.ngram_rows import NgramRows, Runs
 from vllm_hsd.cascade.prediction_lookup import PredictionLookup
 from vllm_hsd.cascade.program import Program, ProgramSources
-from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState, row_dtypes
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import Schedule, compile_schedule
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
@@ -50,8 +50,7 @@ class Cascade:
         rows: drafts of a request that the target verifies together.
         store: tokens of a suffix level's store, 0 for none.
         shared: most tokens of its shared outputs, 0 for none.
-        counted: levels that are n-gram models of the store.
-        order: of these.
+        counted: levels that are bigram models.
         exits: levels in the target's cache.
         unverified: levels that pass on what is below.
         unsure: levels whose drafts end by entropy.
@@ -71,7 +70,6 @@ class Cascade:
     store: int = 0
     shared: int = 0
     counted: tuple[int, ...] = ()
-    order: int = 6
     exits: tuple[int, ...] = ()
     unverified: tuple[int, ...] = ()
     unsure: tuple[int, ...] = ()
@@ -98,7 +96,7 @@ class Cascade:
             batch=self.capacity,
             max_num_reqs=self.slots,
             vocab_size=self.vocab_size,
-            dtypes=self._dtypes(lookup),
+            dtypes=[None if lookup and not k else self.dtype for k in range(len(self.lengths))],
             num_kv_groups=self.groups,
             device=torch.device("meta"),
         )
@@ -117,8 +115,8 @@ class Cascade:
         numbers = range(len(self.lengths))
         levels: list[Any] = [Level(self.vocab_size, k in self.exits) for k in numbers]
         for k in self.counted:
-            levels[k] = self._ngram_rows()
-            levels[k].text = text
+            pairs = empty(self.vocab_size + 1), empty(4096), empty(4096), empty(self.vocab_size)
+            levels[k] = BigramRows((*pairs, floats(self.vocab_size)), self.dtype)
         found, sources = self._lookup(), None
         if lookup:
             levels[0] = partial(found, text=text)
@@ -146,19 +144,9 @@ class Cascade:
         numbers = range(len(self.lengths))
         return ["none" if k in self.unverified else self.method for k in numbers]
 
-    def _dtypes(self, lookup: bool) -> list[torch.dtype | None]:
-        kinds = ["counts" if k in self.counted else "model" for k in range(len(self.lengths))]
-        kinds[0] = "lookup" if lookup else kinds[0]
-        return row_dtypes(kinds, self._verifiers, self.horizontal_tokens, self.dtype)
-
     @property
     def _texts(self) -> OrderedTexts:
         return OrderedTexts(empty(self.store + 4096), empty(self.store))
-
-    def _ngram_rows(self) -> NgramRows:
-        places = empty(self.order * self.store)
-        runs = Runs(places, places.clone(), empty(self.order + 1))
-        return NgramRows(self._texts, runs, floats(self.vocab_size))
 
     def _lookup(self) -> Any:
         device, successor = torch.device("meta"), empty(self.vocab_size)

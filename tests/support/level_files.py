@@ -62,7 +62,7 @@ def every_kind(family, files: LevelFiles) -> dict[str, dict]:
         "ngram": lookup,
         "suffix": {"suffix": {"store": files.store, "shared_tokens": 500}},
         "bigram": {"bigram": files.store},
-        "ngram_model": {"ngram_model": files.store},
+        "bigram_model": {"bigram_model": files.store},
         "model": {"model": family.mid},
         "early_exit": {"early_exit": 1},
         "exit_head": {"exit_head": files.exit_head},

@@ -9,8 +9,8 @@ from support.proposal_states import TableLevel
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
+from vllm_hsd.cascade.bigram_rows import BigramRows
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
-from vllm_hsd.cascade.ngram_rows import NgramRows
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_order import order_texts
@@ -42,7 +42,7 @@ def cascade(name: str) -> dict:
     middle = {"model": target + 0.4 * table(2, len(target), 1.0)}
     high = {"model": target + 0.3 * table(3, len(target), 1.0)}
     ngram, bigram, pairs = {"ngram": {"max": 2}}, {"bigram": "counts.npz"}, {"bigram": "pairs"}
-    counted = {"ngram_model": "pairs", "order": 2}
+    counted = {"bigram_model": "pairs"}
     one, two, entropy = {"num_tokens": 1}, {"num_tokens": 2}, {"stopping": "entropy"}
     unverified = {**middle, "verifier": "none"}
     levels = {
@@ -55,15 +55,15 @@ def cascade(name: str) -> dict:
         "lookup alone": [bigram],
         "sources": [{"sources": [ngram, bigram]} | two, middle],
         "choice": [{"sources": [ngram, pairs, {"model": draft}]}],
-        "choice of n-grams": [{"sources": [ngram, counted]} | two, middle],
+        "choice of pairs": [{"sources": [ngram, counted]} | two, middle],
         "choice below": [{"sources": [pairs, {"model": draft}]} | two, middle],
         "unverified": [bigram | two, unverified],
         "entropy": [low | two | entropy, middle | entropy],
         "entropy, unverified": [low | two | entropy, unverified | entropy],
         "horizontal": [low, middle],
         "horizontal lookup": [ngram | one, middle | entropy],
-        "n-grams": [counted | two, middle],
-        "n-grams above": [ngram | one, counted | two, middle],
+        "pairs": [counted | two, middle],
+        "pairs above": [ngram | one, counted | two, middle],
         "equal": [{"model": target} | one, {"model": target}],
     }[name]
     found = {"num_speculative_tokens": 4, "levels": levels}
@@ -154,9 +154,8 @@ class TableCascade(CascadeSpeculator):
             self.lookup, _ = self._lookup(lowest, tables[0])
         for k, level in enumerate(self.hsd.levels):
             last = level.drafters[-1]
-            if last.kind == "ngram_model":
-                levels[k] = NgramRows.of(pairs_of(tables[0]), last.order, CPU)
-                levels[k].text = req_states.all_token_ids.gpu
+            if last.kind == "bigram_model":
+                levels[k] = BigramRows.of(pairs_of(tables[0]), torch.float32, CPU)
         self.verifiers = verifiers(self.hsd)
         self._build_programs(levels, groups)
 

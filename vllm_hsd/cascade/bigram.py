@@ -1,16 +1,66 @@
-"""A bigram level: the likeliest token after the last one, by the pairs in a store of texts.
+"""Levels that know the last token alone, by the pairs in a store of texts.
 
-Its drafts are point masses. The n-gram model of order 1 draws from the distribution of the same
-counts, see `cascade.ngram_model`, whose P_1 is meant by "likeliest" here.
+    P(next) = (count(last, next) + d * P_0(next)) / (n + d)
+
+with n tokens seen after the last one, d of them distinct, and P_0 of single tokens (Witten and
+Bell, "The zero-frequency problem", 1991, method C). `bigram` drafts the likeliest one, a point
+mass; `bigram_model` draws.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
-from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
-from vllm_hsd.cascade.ngram_model import count_pairs
+import numpy as np
+import torch
+
+from vllm_hsd.cascade.level import UNLIMITED, LookupLevel, LookupResult, Texts
+from vllm_hsd.cascade.ragged import last_positions
 from vllm_hsd.cascade.text_store import TextStore
+
+
+@dataclass
+class PairCounts:
+    """Pairs of tokens in a store, as a sparse matrix by rows (CSR).
+
+    Attributes:
+        starts: [V + 1] int64; the pairs that begin with token v are starts[v] to starts[v + 1] - 1.
+        following: [P] int64, the second token of every pair, increasing for each first token.
+        counts: [P] int64, how often each pair occurs, at least 1.
+        seen: [V] int64, tokens seen after each token.
+        single: [V] float64, P_0: tokens counted with one added to each; sums to 1.
+    """
+
+    starts: np.ndarray
+    following: np.ndarray
+    counts: np.ndarray
+    seen: np.ndarray
+    single: np.ndarray
+
+    def distribution(self, token: int) -> np.ndarray:
+        """[V] float64 probabilities of what follows a token."""
+        first, last = self.starts[token : token + 2]
+        if first == last:
+            return self.single
+        probs = (last - first) * self.single
+        probs[self.following[first:last]] += self.counts[first:last]
+        found: np.ndarray = probs / (self.seen[token] + last - first)
+        return found
+
+
+def count_pairs(store: TextStore) -> PairCounts:
+    """Count the pairs of a store; none spans two texts."""
+    vocab_size = store.vocab_size
+    single = 1.0 + np.bincount(store.tokens, minlength=vocab_size)
+    inside = np.ones(len(store.tokens), dtype=bool)
+    inside[store.starts[:-1]] = False
+    second = np.flatnonzero(inside)
+    pairs = store.tokens[second - 1].astype(np.int64) * vocab_size + store.tokens[second]
+    distinct, counts = np.unique(pairs, return_counts=True)
+    previous, following = np.divmod(distinct, vocab_size)
+    starts = np.searchsorted(previous, np.arange(vocab_size + 1))
+    seen = np.bincount(previous, counts, vocab_size).astype(np.int64)
+    return PairCounts(starts, following, counts, seen, single / single.sum())
 
 
 def successors(store: TextStore) -> tuple[np.ndarray, np.ndarray]:
@@ -22,7 +72,7 @@ def successors(store: TextStore) -> tuple[np.ndarray, np.ndarray]:
     pairs = count_pairs(store)
     sizes = np.diff(pairs.starts)
     first = np.repeat(np.arange(store.vocab_size), sizes)
-    # P_1 without the common divisor; a token without a pair is the likeliest one at most where many
+    # Without the common divisor; a token without a pair is the likeliest one at most where many
     # different ones were seen.
     value = pairs.counts + sizes[first] * pairs.single[pairs.following]
     order = np.lexsort((-pairs.following, value, first))
@@ -31,8 +81,7 @@ def successors(store: TextStore) -> tuple[np.ndarray, np.ndarray]:
     unseen = sizes[after] * pairs.single[common]
     found, probs = np.full(store.vocab_size, -1, np.int32), np.zeros(store.vocab_size)
     found[after] = np.where(unseen > value[best], common, pairs.following[best])
-    totals = np.bincount(first, pairs.counts)[after]
-    probs[after] = np.maximum(unseen, value[best]) / (totals + sizes[after])
+    probs[after] = np.maximum(unseen, value[best]) / (pairs.seen + sizes)[after]
     return found, probs
 
 
@@ -60,3 +109,32 @@ class BigramLevel(LookupLevel):
             token_ids[grows, place], confidence[grows, place] = last[grows], certainty[grows]
             counts += grows
         return LookupResult(token_ids, counts, confidence)
+
+
+class BigramModelLevel:
+    """A level whose logits are the logarithms of P.
+
+    Args:
+        store: texts like those to be generated.
+        device: where the logits are wanted.
+    """
+
+    context_length = UNLIMITED
+
+    def __init__(self, store: TextStore, device: torch.device | str = "cpu") -> None:
+        self.pairs, self.device = count_pairs(store), device
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        num_logits: np.ndarray,
+    ) -> torch.Tensor | None:
+        owners, positions = last_positions(starts + counts, num_logits)
+        if not len(owners):
+            return None
+        last = tokens[rows[owners], positions]
+        probs = np.stack([self.pairs.distribution(token) for token in last])
+        return torch.from_numpy(np.log(probs)).float().to(self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -246,36 +245,6 @@ class ProposalState:
         cut["row_starts"] = {n: starts[: batch + 1] for n, starts in self.row_starts.items()}
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in cut}
         return ProposalState(**cut, **kept)
-
-
-def row_dtypes(
-    kinds: Sequence[str],
-    verifiers: Sequence[str],
-    horizontal_tokens: int,
-    dtype: torch.dtype,
-    *,
-    leaves_out: bool = False,
-) -> list[torch.dtype | None]:
-    """Of the rows that each level keeps; None for a lookup.
-
-    Args:
-        kinds: how each level drafts, see `LevelConfig.drafts_by`.
-        verifiers: of the levels.
-        horizontal_tokens: after the top level's draft.
-        dtype: of the models' logits.
-        leaves_out: a level may be left out, and pass on the rows of any level below it.
-    """
-    found: list[torch.dtype | None] = []
-    for kind, verifier in zip(kinds, verifiers, strict=True):
-        own = {"lookup": None, "counts": torch.float32}.get(kind, dtype)
-        # What is passed on must not be rounded.
-        passed_on = found if leaves_out else found[-1:] if verifier == "none" else []
-        if torch.float32 in passed_on:
-            own = torch.float32
-        found.append(own)
-    if horizontal_tokens and found[0] == torch.float32:
-        found[-1] = torch.float32
-    return found
 
 
 def _row_starts(schedule: Schedule, steps: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Texts that suffix, n-gram model and bigram levels draft from, stored on disk as token ids.
+"""Texts that suffix and bigram levels draft from, stored on disk as token ids.
 
 A `.safetensors` file: `tokens` [N] int32, the texts one after another; `starts` [D + 1] int64, text
 d is tokens[starts[d] : starts[d + 1]]; and the vocabulary's size as metadata. Trees and counts are

@@ -15,9 +15,8 @@ from vllm_hsd.cascade.adaptive_verification import DraftConfidence
 from vllm_hsd.cascade.cascade_steps import stage
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.program import ProgramSources
-from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState, row_dtypes
+from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
-from vllm_hsd.config import platform
 from vllm_hsd.config.level_checks import check_states
 from vllm_hsd.config.sizes import schedule_of, verifiers
 from vllm_hsd.errors import quoted
@@ -68,7 +67,6 @@ class BaseSpeculator(StandaloneARSpeculator):
         self.hosted: list[Any] = []
         self.forced = np.zeros(self.max_num_reqs, dtype=np.int64)
         self.branches: HostedBranches | None = None
-        dtype = cast(torch.dtype, self.dtype)
         drafting = vllm_config.speculative_config.max_batch_size(vllm_config.scheduler_config)
         # Before vLLM's memory profile, and not with the weights, which sleep mode may discard.
         self.state = ProposalState.allocate(
@@ -76,13 +74,11 @@ class BaseSpeculator(StandaloneARSpeculator):
             batch=min(self.max_num_reqs, drafting),
             max_num_reqs=self.max_num_reqs,
             vocab_size=self.vocab_size,
-            dtypes=row_dtypes(
-                [level.last_drafts_by for level in self.hsd.levels],
-                self.verifiers,
-                self.hsd.horizontal_tokens,
-                dtype,
-                leaves_out=platform.read_on_host(),
-            ),
+            # A lookup has no rows.
+            dtypes=[
+                None if level.last_drafts_by == "lookup" else cast(torch.dtype, self.dtype)
+                for level in self.hsd.levels
+            ],
             num_kv_groups=1,
             device=device,
         )
@@ -197,9 +193,6 @@ class BaseSpeculator(StandaloneARSpeculator):
         if self.branches is not None:
             self.branches.set_attn(kv_cache_config)
         self.state.set_kv_groups(block_tables.num_kv_cache_groups)
-        levels, text = list(self.hosted), self.req_states.all_token_ids.gpu
-        for k, level in self.counted.items():
-            level.text, levels[k] = text, level
         groups = KVGroups(
             block_tables.block_table_ptrs,
             block_tables.block_table_strides,
@@ -207,6 +200,7 @@ class BaseSpeculator(StandaloneARSpeculator):
         )
         if self.head is not None:
             self.head.kv_groups = groups
+        levels = [self.counted.get(k, level) for k, level in enumerate(self.hosted)]
         self._build_programs(levels, groups)
 
     @torch.inference_mode()

@@ -78,8 +78,8 @@ class Measuring(Protocol):
     def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> Any:
         """Several lookups, of which the most promising one drafts."""
 
-    def ngram_model(self, path: str, order: int) -> Any:
-        """An n-gram model of a store of texts."""
+    def bigram_model(self, path: str) -> Any:
+        """A bigram model of a store of texts."""
 
     def exit(self, layers: int, head: str | None) -> Any:
         """The target's first layers, with the exit head of a directory if there is one."""
@@ -203,7 +203,7 @@ class LevelConfig(Keys):
 
         Args:
             speculator: the cascade that it belongs to. A lookup and "counts" are built before vLLM
-                measures memory, and are given the texts, see `host.base_speculator`.
+                measures memory; a lookup is given the texts, see `host.base_speculator`.
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError

@@ -8,7 +8,7 @@ from vllm_hsd.levels.base import LookupKeys, Measuring, Name, Target, check_stor
 
 
 class BigramLevelConfig(LookupKeys):
-    """The likeliest token after the last one; {"ngram_model": STORE, "order": 1} draws it instead.
+    """The likeliest token after the last one.
 
     Attributes:
         bigram: store that `vllm-hsd build store` wrote.

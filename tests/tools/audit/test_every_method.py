@@ -49,7 +49,7 @@ def models(text_family, tmp_path_factory) -> dict[bool, Models]:
 
 # Every kind below a model, and more.
 LEVELS = (
-    *("ngram", "suffix", "bigram", "ngram_model", "model", "early_exit", "exit_head", "eagle3"),
+    *("ngram", "suffix", "bigram", "bigram_model", "model", "early_exit", "exit_head", "eagle3"),
     *("sources", "eagle3 alone", "horizontal", "adaptive"),
 )
 

@@ -39,7 +39,7 @@ def task(text_family, tmp_path_factory):
     found = candidates(
         models=[text_family.small, text_family.mid],
         exits=[1],
-        ngram_models=[(str(path), 1)],
+        bigram_model=str(path),
         ngram=3,
     )
     return Task(
@@ -117,7 +117,7 @@ def test_predicted_calls_are_those_of_cascades_that_run(measured, models, text_f
 
 @pytest.mark.parametrize("selection", [Selection((0,), (4,)), Selection((0, 1), (2, 5))])
 def test_a_suffix_lookup_is_predicted(task, text_family, selection):
-    store = task.candidates[PAIRS].keys()["ngram_model"]
+    store = task.candidates[PAIRS].keys()["bigram_model"]
     found = candidates(models=[text_family.mid], suffix=store)
     models, task = ModelSet(task.target, found), replace(task, candidates=found)
     contexts = prompts(64, text_family.vocabulary)

@@ -38,7 +38,7 @@ def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_lengt
     found = make_timing(tmp_path).settings(0)
     cascades = shapes(found)
     assert ((0,), (4,)) in cascades and ((1,), (4,)) in cascades
-    # Candidate 2 is the n-gram model that drafts for the others.
+    # Candidate 2 is the bigram model that drafts for the others.
     for i in range(2):
         below = {b for levels, b in cascades if levels == (2, i)}
         assert below == {(1, 2), (2, 3), (4, 5), (7, 8)}
@@ -211,7 +211,7 @@ def test_lowest_levels_are_sources_of_one(tmp_path):
     assert names == ["ngram 3", "suffix", "bigram", "ngram 3+suffix+bigram", "eagle3", "m"]
     timed = make_timing(tmp_path, found)
     kinds = {"ngram": {"max": 3}}, {"suffix": {}}, {"bigram": "b"}, {"eagle3": "h"}
-    filler = {"ngram_model": timed.filler, "order": 1}
+    filler = {"bigram_model": timed.filler}
     assert timed.levels == [{"sources": list(kinds), "branches": 1}, filler, {"model": "m"}]
     alone, together = {i: (0, [i]) for i in range(3)}, (0, [0, 1, 2])
     assert timed.places == alone | {3: together, 4: (0, [3]), 5: (2, None), 6: (1, None)}
@@ -265,7 +265,7 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     engine = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
     status = run(
         "profile", "--target", text_family.target, "--models", text_family.small,
-        "--exits", 1, "--ngram-model", f"{table}:1", "--ngram", "--bigram", table,
+        "--exits", 1, "--bigram-model", table, "--ngram", "--bigram", table,
         "--eagle3", head, "--prompts", prompts, "--max-draft-tokens", 4,
         "--batch-sizes", "1,2", "--engine-args", json.dumps(engine), "-o", path,
     )  # fmt: skip
@@ -273,7 +273,7 @@ def test_profile_command_measures_everything(text_family, tmp_path, capsys):
     assert "ms/forward" in capsys.readouterr().out
     profile = load_profile(path)
     lookups = ["ngram 4", "bigram", "ngram 4+bigram"]
-    assert profile.names == [*lookups, "eagle3", "pairs 1", "small", "exit 1", "target"]
+    assert profile.names == [*lookups, "eagle3", "bigram model", "small", "exit 1", "target"]
     assert profile.lookups == [0, 1, 2] and 0 < profile.rate_matrix()[3, -1] < 1
     assert profile.latencies.plain.batch_sizes == [1, 2]
     assert profile.versions["vllm"] and profile.prompts.prompts == 3

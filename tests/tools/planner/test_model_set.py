@@ -169,16 +169,16 @@ def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family,
     found = make_candidates(
         models=[text_family.small],
         exit_heads=[(str(level_files / "head"), 1)],
-        ngram_models=[(str(level_files / "pairs"), 1)],
+        bigram_model=str(level_files / "pairs"),
         ngram=3,
     )
-    assert [c.name for c in found] == ["ngram 3", "pairs 1", "small", "head"]
+    assert [c.name for c in found] == ["ngram 3", "bigram model", "small", "head"]
     models = ModelSet(text_family.target, found)
     assert models.with_probabilities == [1, 2, 3, 4]
     tokens = torch.randint(3, text_family.vocabulary, (2, 12))
     logits = models.logits(tokens, 4, models.with_probabilities)
-    texts = [row[: t + 1] for row in tokens.int().numpy() for t in range(4, 12)]
-    rows = np.stack([models.models[1].distribution(text) for text in texts]).reshape(2, 8, -1)
+    pairs = models.models[1].pairs
+    rows = np.array([[pairs.distribution(t) for t in row[4:]] for row in tokens.numpy()])
     assert np.allclose(torch.softmax(logits[1], -1).numpy(), rows, atol=1e-6)
     target = AutoModelForCausalLM.from_pretrained(text_family.target)
     hidden = target(input_ids=tokens, output_hidden_states=True).hidden_states[1][:, 4:]

@@ -7,9 +7,9 @@ import torch
 from support.tiny_models import tiny_llama
 from transformers import T5Config, T5ForConditionalGeneration
 
+from vllm_hsd.cascade.bigram import BigramModelLevel
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
-from vllm_hsd.cascade.ngram_model import NgramModelLevel
 from vllm_hsd.cascade.text_store import collect_texts
 from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
@@ -49,9 +49,9 @@ def models(request):
     return target, noisy(target, 0.15), noisy(target, 0.3)
 
 
-def pair_model() -> NgramModelLevel:
+def pair_model() -> BigramModelLevel:
     tokens = torch.randint(0, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
-    return NgramModelLevel(collect_texts([tokens.numpy()], VOCABULARY), 1)
+    return BigramModelLevel(collect_texts([tokens.numpy()], VOCABULARY))
 
 
 def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     build = commands.add_parser(
-        "build", help="write the files that suffix, n-gram model, bigram and exit-head levels read"
+        "build", help="write the files that suffix, bigram and exit-head levels read"
     )
     artifacts = build.add_subparsers(required=True, metavar="ARTIFACT")
     store = artifacts.add_parser(
         "store",
-        help="collect texts for 'suffix', 'ngram_model' and 'bigram' levels",
+        help="collect texts for 'suffix', 'bigram' and 'bigram_model' levels",
         description="Store texts that a level {'suffix': {'store': FILE}} looks in, or "
-        "{'ngram_model': FILE} and {'bigram': FILE} count: text files, outputs that were served "
+        "{'bigram': FILE} and {'bigram_model': FILE} count: text files, outputs that were served "
         "(.jsonl or .jsonl.gz: responses of the OpenAI API, chats as 'messages', or "
         "'token_ids'), or chats that the target writes itself.",
         epilog="examples:\n"

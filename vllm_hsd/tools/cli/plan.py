@@ -13,7 +13,6 @@ from rich.table import Table
 
 from vllm_hsd.checked_files import write_json
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.levels.ngram_model import MAX_ORDER
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.options import integers, json_object
 from vllm_hsd.tools.planner.predict import Prediction, Selection
@@ -57,10 +56,6 @@ def add_parsers(subparsers: Any) -> None:
         help="directories written by `vllm-hsd build exit-heads`",
     )  # fmt: skip
     add(
-        "--ngram-model", nargs="*", default=[], type=_ngram_model, metavar="FILE[:ORDER]",
-        help="stores written by `vllm-hsd build store`, and how long contexts are (6)",
-    )  # fmt: skip
-    add(
         "--ngram", nargs="?", type=int, const=4, default=None, metavar="MAX",
         help="prompt lookup of the last 1 to MAX tokens (4 if no MAX is given)",
     )  # fmt: skip
@@ -72,6 +67,7 @@ def add_parsers(subparsers: Any) -> None:
         "--bigram", default=None, metavar="FILE",
         help="lookup of the likeliest token after the last one in such a store",
     )  # fmt: skip
+    add("--bigram-model", default=None, metavar="FILE", help="which draws that token")
     add("--eagle3", default=None, metavar="DIR", help="an EAGLE-3 head of the target")
     add(
         "--prompts", type=Path, default=None, metavar="FILE|SET",
@@ -120,15 +116,6 @@ def add_parsers(subparsers: Any) -> None:
     plan.set_defaults(run=plan_command)
 
 
-def _ngram_model(text: str) -> tuple[str, int]:
-    path, colon, order = text.rpartition(":")
-    if colon and order.isascii() and order.isdigit():
-        if not 1 <= int(order) <= MAX_ORDER:
-            raise argparse.ArgumentTypeError(f"{quoted(text)}: give an order of 1 to {MAX_ORDER}")
-        return path, int(order)
-    return text, MAX_ORDER
-
-
 def profile_command(arguments: argparse.Namespace) -> int:
     """Measure and write the profile; an interrupted run is resumed by the same command."""
     _check_profile_arguments(arguments)
@@ -142,10 +129,10 @@ def profile_command(arguments: argparse.Namespace) -> int:
             models=arguments.models,
             exits=arguments.exits,
             exit_heads=[(path, exit_head_header(path).layer) for path in arguments.exit_heads],
-            ngram_models=arguments.ngram_model,
             ngram=arguments.ngram,
             suffix=arguments.suffix,
             bigram=arguments.bigram,
+            bigram_model=arguments.bigram_model,
             eagle3=arguments.eagle3,
         ),
         sampling=Sampling(temperature=arguments.temperature, top_p=arguments.top_p),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from vllm_hsd.cascade.bigram import BigramModelLevel
 from vllm_hsd.cascade.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
-from vllm_hsd.cascade.ngram_model import NgramModelLevel
 from vllm_hsd.cascade.text_store import TextStore, read_store
 from vllm_hsd.cascade.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
@@ -149,8 +149,8 @@ class ModelSet:
     def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> LookupChoice:
         return LookupChoice(lookups, min_acceptance)
 
-    def ngram_model(self, path: str, order: int) -> NgramModelLevel:
-        return NgramModelLevel(self.store(path, "ngram_model"), order, self.device)
+    def bigram_model(self, path: str) -> BigramModelLevel:
+        return BigramModelLevel(self.store(path, "bigram_model"), self.device)
 
     def exit(self, layers: int, head_path: str | None) -> Any:
         architecture, config = type(self.target).__name__, self.target.config
@@ -237,8 +237,8 @@ class ModelSet:
         out, hidden = {}, ()
         for model in models:
             found = self.models[model]
-            if isinstance(found, NgramModelLevel):
-                texts = tokens.cpu().numpy().astype(np.int32)
+            if isinstance(found, BigramModelLevel):
+                texts = tokens.cpu().numpy()
                 rows, ends = np.arange(len(texts)), np.full(len(texts), texts.shape[1])
                 scores = found.forward(texts, rows, 0 * ends, ends, np.full_like(ends, keep))
                 assert scores is not None
@@ -363,7 +363,7 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 def _check_names(target: str, candidates: Sequence[Candidate]) -> None:
     if not candidates:
         raise UserError("give at least one candidate: --models, --exits, --exit-heads, "
-                        "--ngram-model, --eagle3, --suffix, --bigram or --ngram.")  # fmt: skip
+                        "--eagle3, --suffix, --bigram, --bigram-model or --ngram.")  # fmt: skip
     seen: set[str] = set()
     for candidate in candidates:
         level = candidate.keys()

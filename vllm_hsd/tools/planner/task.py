@@ -18,7 +18,7 @@ class Task:
 
     Attributes:
         target: path or hub name of the target.
-        candidates: as `candidates` builds them: prompt lookup, n-gram models, models, exits.
+        candidates: as `candidates` builds them: lookups, a head, models, exits.
         max_draft_tokens: longest draft that the profile covers (H).
         text_tokens: tokens of the target's continuation of each prompt.
         contexts: contexts per candidate from which it draws continuations of its own.
@@ -58,10 +58,10 @@ def candidates(
     models: Sequence[str] = (),
     exits: Sequence[int] = (),
     exit_heads: Sequence[tuple[str, int]] = (),
-    ngram_models: Sequence[tuple[str, int]] = (),
     ngram: int | None = None,
     suffix: str | None = None,
     bigram: str | None = None,
+    bigram_model: str | None = None,
     eagle3: str | None = None,
 ) -> list[Candidate]:
     """Candidates in the order in which one engine can host them: exits by their depth, last.
@@ -70,13 +70,12 @@ def candidates(
 
     Args:
         exit_heads: directory and layer of each.
-        ngram_models: store of texts and order of each.
         ngram: longest match of a prompt lookup.
         suffix: store of a suffix lookup; empty for one of the request's own text.
         bigram: store of a bigram lookup.
+        bigram_model: store of a bigram model.
         eagle3: directory of an EAGLE-3 head.
     """
-    stores = zip(_short([path for path, _ in ngram_models]), ngram_models, strict=True)
     heads = zip(_short([path for path, _ in exit_heads]), exit_heads, strict=True)
     leaving: list[tuple[int, str, dict[str, Any]]] = [
         (layer, f"exit {layer}", {"early_exit": layer}) for layer in exits
@@ -96,10 +95,7 @@ def candidates(
     found = [
         *lookups,
         *([("eagle3", {"eagle3": _absolute(eagle3)})] if eagle3 is not None else []),
-        *(
-            (f"{name} {order}", {"ngram_model": _absolute(path), "order": order})
-            for name, (path, order) in stores
-        ),
+        *([("bigram model", {"bigram_model": _absolute(bigram_model)})] if bigram_model else []),
         *((n, {"model": _absolute(path)}) for n, path in zip(_short(models), models, strict=True)),
         *((name, level) for _, name, level in sorted(leaving, key=lambda each: each[0])),
     ]

@@ -64,7 +64,7 @@ class Timing:
     ):
         self.task, self.prompts = task, [list(prompt) for prompt in prompts]
         self.vocabulary, self.directory = vocabulary, directory
-        # An n-gram model drafts as many tokens as are requested, for next to nothing.
+        # A bigram model drafts as many tokens as are requested, for next to nothing.
         self.filler = str(directory / "filler.safetensors")
         self.drafter = len(task.candidates)
         self.levels, self.places = self._hosted()
@@ -88,7 +88,7 @@ class Timing:
         elif lowest:
             levels.append(lowest[0].model_dump(exclude_unset=True))
         places[self.drafter] = len(levels), None
-        levels.append({"ngram_model": self.filler, "order": 1})
+        levels.append({"bigram_model": self.filler})
         for i, candidate in enumerate(every):
             if candidate.level.only_lowest:
                 own = [sources.index(source) for source in candidate.level.drafters]
