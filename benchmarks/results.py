@@ -98,21 +98,29 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         sets = list(dict.fromkeys(row["set"] for row in own))
         names = list(dict.fromkeys(row["configuration"] for row in own))
         group, size, temperature = key
-        prompts = int(own[0]["batches"]) * int(size)
-        counted = f"{prompts} answers of each set x {own[0]['max_tokens']} tokens"
-        where = f"{own[0]['dtype']}, {own[0]['machine']}, commit {own[0]['commit']}"
+        prompts = " and ".join(str(int(batches) * int(size)) for batches in _each(own, "batches"))
+        counted = f"{prompts} answers of each set x {' and '.join(_each(own, 'max_tokens'))} tokens"
+        columns = (" and ".join(_each(own, name)) for name in ("dtype", "machine", "commit"))
+        where = "{}, {}, commit {}".format(*columns)
         yield f"**{group}, batch {size}, temperature {float(temperature):g}** ({counted}; {where})"
         yield ""
         yield f"| over no speculation | all | {' | '.join([*sets, *MEANS])} |"
         yield "| ---" * (2 + len(sets) + len(MEANS)) + " |"
         for name in names:
             found = {row["set"]: row for row in own if row["configuration"] == name}
-            yield f"| {name} | {' | '.join(_figures(found, sets))} |"
+            # One of a run that was stopped has no mean yet.
+            if len(found) == len(sets):
+                yield f"| {name} | {' | '.join(_figures(found, sets))} |"
         yield ""
 
 
 def _cell(row: Mapping[str, str]) -> tuple[str, str, str]:
     return row["group"], row["batch_size"], row["temperature"]
+
+
+def _each(rows: Sequence[Mapping[str, str]], column: str) -> list[str]:
+    """Different values: cells of a table may have been measured at different times."""
+    return list(dict.fromkeys(row[column] for row in rows))
 
 
 def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iterator[str]:

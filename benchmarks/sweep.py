@@ -287,7 +287,15 @@ def fill(
     """
     faults: list[str] = []
     for group in groups:
-        cells = [cell for cell in group.cells(sets) if not table.has(**cell.key)]
+        names, size = (PLAIN, *group.configs), {"max_tokens": chosen.max_tokens}
+        cells = [
+            cell
+            for cell in group.cells(sets)
+            if not all(
+                table.has(**cell.key, **size, configuration=name, batches=len(cell.batches))
+                for name in names
+            )
+        ]
         if not cells:
             continue
         with started(

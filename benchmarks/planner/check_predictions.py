@@ -245,6 +245,10 @@ def main() -> None:
     if path.exists():
         del models
         profile = load_profile(path)
+        asked = task.target, [each.name for each in found], task.sampling, task.max_draft_tokens
+        kept = profile.target, profile.names[:-1], profile.sampling, profile.max_draft_tokens
+        if asked != kept:
+            parser.error(f"{path} is of another measurement: give another --output, or remove it")
     else:
         # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
         texts, _ = REAL if arguments.family else TINY

@@ -165,7 +165,9 @@ def main() -> int:
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)
-    every = [json.loads(line) for line in prompts_file(chosen.prompts).read_text().splitlines()]
+    every = [
+        json.loads(line) for line in prompts_file(chosen.prompts).read_text().strip().split("\n")
+    ]
     questions = [
         question
         for category in plot.values(every, "category")

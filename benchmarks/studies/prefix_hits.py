@@ -54,7 +54,7 @@ def answer(llm: Any, questions: Sequence[Sequence[str]], max_tokens: int) -> dic
 
 def rows(chosen: Any, configs: Mapping[str, Config]) -> list[dict[str, Any]]:
     """A row for each configuration."""
-    lines = prompts_file(chosen.prompts).read_text().splitlines()
+    lines = prompts_file(chosen.prompts).read_text().strip().split("\n")
     questions = [json.loads(line)["turns"][:2] for line in lines[: chosen.num_prompts]]
     found = []
     for name, config in configs.items():

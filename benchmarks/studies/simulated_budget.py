@@ -269,7 +269,12 @@ def record(prompts: dict[str, list[Prompt]], path: Path) -> None:
     """Let the family answer, and write what both models say."""
     from vllm import LLM, SamplingParams
 
-    engine: dict[str, Any] = {"max_model_len": 4096, "enforce_eager": True, "seed": 0}
+    engine: dict[str, Any] = {
+        "max_model_len": 4096,
+        "enforce_eager": True,
+        "seed": 0,
+        "kv_cache_memory_bytes": 1 << 29,
+    }
     sets = [name for name, chats in prompts.items() for _ in chats]
     chats: Any = [chat for own in prompts.values() for chat in own]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -335,14 +340,15 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, help="a directory of JSON lines files of the sets")
     parser.add_argument("--output", type=Path, default=RESULTS / "simulated_budget")
     options = parser.parse_args()
-    path = options.output / "answers.jsonl"
+    # Other prompts are another recording.
+    path = options.output / ("answers.jsonl" if options.prompts else "own_answers.jsonl")
     if not path.exists():
         texts = {**demo.read_prompts(PROMPTS), "edits of functions": edits.prompts()}
         prompts = {k: [[{"role": "user", "content": t}] for t in own] for k, own in texts.items()}
         for name in SETS if options.prompts else ():
             prompts[name] = read_prompts(options.prompts / f"{name}.jsonl")
         record({name: chats[:NUM_PROMPTS] for name, chats in prompts.items()}, path)
-    answers = [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
+    answers = [Answer(**json.loads(line)) for line in path.read_text().split("\n") if line]
     answers = [each for each in answers if len(each.tokens) > LENGTH]
     table = []
     for machine in MACHINES:

@@ -106,10 +106,10 @@ def measure(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sweep, "started", started)
 
-    def run():
+    def run(configs="abc"):
         table = Table(tmp_path / "table.csv")
-        groups = [Group(name, dict.fromkeys("abc", CONFIG), [0.0, 0.5]) for name in ("g", "h")]
-        faults = sweep.fill(table, groups, argparse.Namespace(), "wxyz", SETS)
+        groups = [Group(name, dict.fromkeys(configs, CONFIG), [0.0, 0.5]) for name in ("g", "h")]
+        faults = sweep.fill(table, groups, argparse.Namespace(max_tokens=5), "wxyz", SETS)
         return table.rows, faults
 
     return run
@@ -126,6 +126,9 @@ def test_a_run_goes_on_where_it_was_stopped(measure, monkeypatch):
     rows, _ = measure()
     keys = [(row["group"], row["set"], row["temperature"], row["configuration"]) for row in rows]
     assert len(keys) == len(set(keys))
+    assert len(measure()[0]) == len(rows)
+    # A configuration that was left out is measured next to the others, in their turns.
+    assert len(measure("abcd")[0]) == len(rows) + 2 * 2 * 2 * 5
 
 
 def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):

@@ -20,10 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vllm_hsd.checked_files import write_json
 from vllm_hsd.errors import UserError, brief
 from vllm_hsd.tools import system
-from vllm_hsd.tools.engine import EngineProcess
+from vllm_hsd.tools.engine import MAX_CPU_CACHE, EngineProcess
 
 FAST, EXACT = "bfloat16", "float32"
 # Parameters of the random model: too many for any cache, as those of a served model are.
@@ -71,6 +73,25 @@ def choose_dtype(model: str) -> Choice:
         cache.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(choice))
     return choice
+
+
+def cpu_defaults(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine with what vLLM needs to be told on a CPU.
+
+    Args:
+        given: those that the user gave, which stay.
+
+    Raises:
+        UserError: as `choose_dtype`.
+    """
+    found = dict(given)
+    if "gpu_memory_utilization" not in found:
+        # Two engines may share the memory; weights may take more than any share vLLM is told.
+        room = min(MAX_CPU_CACHE, psutil.virtual_memory().available // 8)
+        found.setdefault("kv_cache_memory_bytes", room)
+    if found.get("dtype", "auto") == "auto":
+        found["dtype"] = choose_dtype(model).dtype
+    return found
 
 
 def probe_shapes(model: str) -> dict[str, int]:

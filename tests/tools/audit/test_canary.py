@@ -60,6 +60,10 @@ def test_watch(tmp_path, capsys, wrong):
         assert state["tokens"] <= 2048 and "NOT LOSSLESS" in capsys.readouterr().out
     else:
         assert state["tokens"] == 4096
+    with stand_in("sglang") as other:
+        arguments[2:3] = [other]
+        assert cli.main(arguments) == 2
+    assert f"is of the url '{url}', not '{other}': give another" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path, capsys):

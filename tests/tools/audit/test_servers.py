@@ -22,6 +22,7 @@ class VllmHandler(stand_in_servers.Handler):
 
     max_logprobs = 20
     sends_token_ids = True
+    ends = b"data: [DONE]\n\n"
 
     def do_GET(self):
         models = {"data": [{"id": "markov"}]}
@@ -35,7 +36,7 @@ class VllmHandler(stand_in_servers.Handler):
         elif body.get("stream"):
             for new in self.steps(body["prompt"][-1], body["max_tokens"], body, body.get("seed")):
                 self.event({"choices": [{"token_ids": new if self.sends_token_ids else None}]})
-            self.wfile.write(b"data: [DONE]\n\n")
+            self.wfile.write(self.ends)
         elif body["prompt_logprobs"] > self.max_logprobs:
             self.send_response(400)
             self.end_headers()
@@ -102,6 +103,16 @@ def test_a_server_that_does_not_is_found(tmp_path, capsys):
     assert not found["lossless"] and "follows the target" in found["verdict"]
     page = capsys.readouterr().out
     assert "NOT LOSSLESS" in page and "FAILS" in page
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"), [(b"", "no end"), (b'data: {"cho', "Unterminated"), (b"data: [1]\n\n", "")]
+)
+def test_an_answer_that_breaks_off_is_no_verdict(ends, reason, tmp_path, capsys):
+    with markov_server(ends=ends) as url, markov_server() as plain_url:
+        assert verify(tmp_path, url, plain_url, "--temperatures", "1", "--tokens", "64") == 2
+    said = capsys.readouterr().err
+    assert f"--url '{url}' broke off an answer ({reason}" in said and "Traceback" not in said
 
 
 # vLLM binds every server's worker to the first core.

@@ -9,6 +9,7 @@ from support.plain_profile import plain_profile
 
 from vllm_hsd.tools.planner import measure
 from vllm_hsd.tools.planner.profile import Profile
+from vllm_hsd.tools.planner.task import Task, candidates
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_pat
         (["--target", "T", "--models", "A", "--top-p", 1.5], "--top-p is 1.5"),
         (["--target", "T", "--models", "A", "--ngram", 0], "--ngram is 0"),
         (["--target", "T", "--exit-heads", "D"], "D"),
-        (["--target", "T", "--models", "A", "--max-draft-tokens", 0], "give 1 to 64"),
-        (["--target", "T", "--models", "A", "--max-draft-tokens", 65], "give 1 to 64"),
+        (["--target", "T", "--models", "A", "--max-draft-tokens", 0], "give 1 to 63"),
+        (["--target", "T", "--models", "A", "--max-draft-tokens", 64], "give 1 to 63"),
         (["--target", "T", "--models", "A", "--batch-sizes", 0], "--batch-sizes must be at least"),
         (["--target", "T", "--models", "A", "--num-prompts", 0], "--num-prompts is 0"),
         (["--target", "T", "--models", ""], "--models has an empty name"),
@@ -73,6 +74,11 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_pat
         (["--target", "T", "--models", "A", "--engine-args", "{"], "--engine-args is not JSON"),
         (["--target", "T", "--models", "A", "-o", "x/p.json"], "no directory 'x'"),
         (["--target", "T", "--models", "A", "-o", "p.safetensors"], "names the JSON file"),
+        (
+            ["--target", "T", "--suffix", "s.safetensors", "-o", "s.json"],
+            "write over 's.safe",
+        ),
+        (["--target", "T", "--models", *"ABCDEFGHIJKLMN"], "14 models, exits and heads are too"),
         (["--target", "T", "--models", "A", "--prompts", "none.jsonl"], "no prompts file"),
         (["--target", "T", "--models", "A", "--prompts", "empty.txt"], "holds no prompt"),
         (["--target", "T", "--models", "A", "--prompts", "lines.jsonl"], "line 1 of"),
@@ -84,6 +90,24 @@ def test_profiles_that_cannot_be_measured(tmp_path, capsys, monkeypatch, argumen
     (tmp_path / "lines.jsonl").write_text('{"prompt": ""}\n')
     assert message in fails(capsys, "profile", *arguments)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_profile_on_a_gpu_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: True)
+    arguments = ["--target", "T", "--models", "A", "-o", tmp_path / "p.json"]
+    assert "works on CPUs alone" in fails(capsys, "profile", *arguments)
+
+
+def test_another_machine_or_file_is_another_measurement(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    task = Task(str(model), candidates(ngram=2))
+    first = task.fingerprint([[1]], {}, {"cores": 1})
+    assert task.fingerprint([[1]], {}, {"cores": 1}) == first
+    assert task.fingerprint([[1]], {}, {"cores": 2}) != first
+    (model / "config.json").write_text("{ }")
+    assert task.fingerprint([[1]], {}, {"cores": 1}) != first
 
 
 def test_an_interrupted_profile_says_how_to_resume(tmp_path, capsys, monkeypatch):

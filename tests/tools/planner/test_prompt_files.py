@@ -14,9 +14,11 @@ from vllm_hsd.tools.planner.prompts import encode, read_prompts, read_requests
 def test_json_lines(tmp_path):
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "third"}]
-    lines = [{"turns": ["first", "second"]}, {"prompt": "raw text"}, {"messages": messages}]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert read_prompts(path) == [[{"role": "user", "content": "first"}], "raw text", messages]
+    # A separator that str.splitlines knows and JSON does not.
+    raw = "raw\u2028text"
+    lines = [{"turns": ["first", "second"]}, {"prompt": raw}, {"messages": messages}]
+    path.write_text("\n".join(json.dumps(each, ensure_ascii=False) for each in lines) + "\n\n")
+    assert read_prompts(path) == [[{"role": "user", "content": "first"}], raw, messages]
 
 
 def test_lines_with_what_the_prompt_asks_for(tmp_path):

@@ -36,6 +36,7 @@ class Canary:
 
     Attributes:
         dtype: of the served model.
+        model, url: what is served, and where.
         counts: [orders, places, _BINS] quantiles seen: orders as in `statistics.ORDERS`, places
             all, first of a step, later in a step.
         wealth: logarithm of each bet's wealth: one for each row of `counts`, then improbable
@@ -44,6 +45,8 @@ class Canary:
     """
 
     dtype: str
+    model: str = ""
+    url: str = ""
     tokens: int = 0
     answers: int = 0
     highest: float = 0.0

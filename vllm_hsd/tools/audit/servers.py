@@ -102,7 +102,7 @@ class Server:
         body = {key: value for key, value in params.items() if value is not None}
         body |= {"prompt": list(prompt), "stream": True, "return_token_ids": True}
         for chunk in self._events("/v1/completions", {**body, "model": self.model}):
-            yield from (choice.get("token_ids") or [] for choice in chunk["choices"])
+            yield from (choice.get("token_ids") or [] for choice in chunk.get("choices", ()))
 
     def score(
         self, prompts: Ids, texts: Ids, params: Params, rows: Mapping[str, Sequence[np.ndarray]]
@@ -151,16 +151,32 @@ class Server:
         ]
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The objects of a streamed answer."""
+        """The objects of a streamed answer, to its end."""
         with self._open(path, body) as response:
-            for line in response:
-                data = line.decode().removeprefix("data:").strip()
-                if not line.startswith(b"data:") or data == "[DONE]":
-                    continue
-                found = json.loads(data)
+            for found in self._objects(response):
                 if "error" in found:
                     raise UserError(f"{self.option}: {brief(found['error'])}.")
                 yield found
+
+    def _objects(self, response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+        """Of a stream that ends with [DONE], or, llama.cpp's, with an object that says stop."""
+        found, reason = {}, "no end"
+        try:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if not line.startswith(b"data:"):
+                    continue
+                if data == "[DONE]":
+                    return
+                found = dict(json.loads(data))
+                yield found
+        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+            found, reason = {}, brief(error)
+        if not found.get("stop"):
+            raise UserError(
+                f"{self.option} '{self.url}' broke off an answer ({reason}): run this again when "
+                "it is up."
+            )
 
     def _read(self, url_path: str, body: dict[str, Any] | None, *path: str | int) -> Any:
         """A value of a JSON answer."""
@@ -169,7 +185,7 @@ class Server:
                 found = json.load(response)
                 for key in path:
                     found = found[key]
-            except (ValueError, LookupError, TypeError, http.client.HTTPException):
+            except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
                 raise self._odd("no " + ".".join(map(str, path))) from None
         return found
 

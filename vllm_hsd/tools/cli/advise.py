@@ -242,11 +242,14 @@ def run(arguments: argparse.Namespace) -> int:
         ]
     if found.config:
         lines.append(f"  vllm-hsd verify --model {name} {option[0]}")
-    lines.append(
-        "\nSmaller models of the same tokenizer, a quantized copy, or early exits are measured by\n"
-        f"  vllm-hsd profile --target {name} --models ...\n"
-        "and `vllm-hsd plan` finds the best cascade."
+    smaller = (
+        "\nSmaller models of the same tokenizer, a quantized copy, or early exits are measured by"
     )
+    if situation.device == "cpu":
+        planned = f"  vllm-hsd profile --target {name} --models ...\n"
+        lines.append(f"{smaller}\n{planned}and `vllm-hsd plan` finds the best cascade.")
+    else:
+        lines.append(f"{smaller} `vllm-hsd bench` as well.")
     # Once each, in the table's order.
     known = dict.fromkeys(
         f"  {each['method']}: {text}."

@@ -186,8 +186,13 @@ def report(results: Results, rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def notes(results: Results) -> list[str]:
-    """What the columns mean, and a sentence for greedy answers that differ."""
+    """What the columns mean, and sentences about greedy answers that differ or are found again."""
     meaning = f"Medians of {results.comparison.rounds} rounds. {NOTES} {bench_drafts.NOTES}"
+    if "shared_tokens" in str(results.comparison.configs):
+        meaning += (
+            " With shared_tokens the answers of earlier rounds, which have the same prompts, are "
+            "found again: more than new requests would find."
+        )
     return [meaning, *greedy.sentences(results, results.differences, results.metadata["dtype"])]
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_hsd.checked_files import write_json
+from vllm_hsd.config.cascade_config import MAX_LEVELS
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.options import integers, json_object
@@ -188,8 +189,21 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--top-p is {arguments.top_p:g}: it must be above 0 and at most 1.")
     if ngram is not None and not 1 <= ngram <= 1024:
         raise UserError(f"--ngram is {ngram}: give the longest match, 1 to 1024 tokens.")
-    if arguments.output == tables_file(arguments.output):
+    written = [arguments.output, tables_file(arguments.output)]
+    if written[0] == written[1]:
         raise UserError("--output names the JSON file; its tables go to a file next to it.")
+    stores = arguments.suffix, arguments.bigram, arguments.bigram_model, arguments.prompts
+    read = {Path(each).resolve() for each in stores if each}
+    for path in written:
+        if path.resolve() in read:
+            raise UserError(f"--output would write over {quoted(str(path))}: name another file.")
+    # One engine has them all as levels, next to the lookups, a bigram model and a filler.
+    hosted = [*arguments.models, *arguments.exits, *arguments.exit_heads]
+    if len(hosted) > MAX_LEVELS - 3:
+        raise UserError(
+            f"{len(hosted)} models, exits and heads are too many for one engine: give at most "
+            f"{MAX_LEVELS - 3}."
+        )
     _check_directory(arguments.output)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ def reading(path: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError:
         raise UserError(f"TEXT {quoted(path)} is not text in UTF-8.") from None
-    except (OSError, EOFError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: a NUL in the path
         if isinstance(error, UserError):
             raise
         reason = getattr(error, "strerror", None) or error
@@ -123,7 +124,9 @@ def self_written_answers(
         UserError: the model has no chat template, or vLLM cannot load it.
     """
     import numpy as np
+    import torch
 
+    from vllm_hsd.tools.dtype import cpu_defaults
     from vllm_hsd.tools.engine import EngineProcess
 
     before, after = _around_a_question(tokenizer)
@@ -132,7 +135,8 @@ def self_written_answers(
         {**each, "temperature": temperature, "max_tokens": ANSWER_TOKENS}
         for each, temperature in zip(ask, itertools.cycle(ANSWER_TEMPERATURES), strict=False)
     ]
-    with EngineProcess({"model": target}, "--target") as engine:
+    engine_args = {} if torch.cuda.is_available() else cpu_defaults(target, {})
+    with EngineProcess({"model": target, **engine_args}, "--target") as engine:
         asked = engine.generate([before] * count, ask).token_ids
         ends = [ids[-1:] == [tokenizer.eos_token_id] for ids in asked]
         questions = [ids[: len(ids) - ended] for ids, ended in zip(asked, ends, strict=True)]

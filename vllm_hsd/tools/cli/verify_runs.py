@@ -232,7 +232,7 @@ def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
         )
     # What a server computes in, it does not say.
     dtype = str(comparison.engine_args["dtype"])
-    comparison.output.mkdir(parents=True, exist_ok=True)
+    bench.prepare_output(comparison.output)
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
     # A drafter's context may be shorter than the target's: vLLM takes what fits into its memory.
     arguments = {"max_model_len": -1, **comparison.base_args}

@@ -48,9 +48,10 @@ def command(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"--output '{arguments.output}' cannot be used ({error}).") from None
     path = arguments.output / FILE
-    canary = _read(path, dtype)
+    canary = _read(path, Canary(dtype, served.model, served.url))
+    before = canary.tokens
     # The uniforms must not be those of an earlier run that this one goes on from.
-    rng, until = np.random.default_rng(), canary.tokens + arguments.tokens
+    rng, until = np.random.default_rng(), before + arguments.tokens
     while canary.tokens < until and canary.p_value >= ERROR_PROBABILITY:
         first = canary.answers
         params: list[dict[str, Any]] = [
@@ -71,6 +72,8 @@ def command(arguments: argparse.Namespace) -> int:
         progress(f"{canary.tokens} tokens of {canary.answers} answers, p {canary.p_value:.2g}")
     failed = canary.p_value < ERROR_PROBABILITY
     verdict = "NOT LOSSLESS" if failed else "nothing speaks against it"
+    if canary.tokens == before:
+        verdict += " (an earlier run's verdict; nothing was asked)"
     print(
         f"{canary.tokens} tokens of {canary.answers} answers of {arguments.watch}, p "
         f"{canary.p_value:.2g} at any time: {verdict}. Written: {path}"
@@ -78,14 +81,19 @@ def command(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _read(path: Path, dtype: str) -> Canary:
+def _read(path: Path, fresh: Canary) -> Canary:
     """What an earlier run found, if there was one."""
     if not path.exists():
-        return Canary(dtype)
+        return fresh
     try:
         canary = Canary(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"'{path}' cannot be read ({brief(error)}): remove it.") from None
-    if canary.dtype != dtype:
-        raise UserError(f"'{path}' is of a model in {canary.dtype}, and --dtype is {dtype}.")
+    for key in ("model", "url", "dtype"):
+        theirs, mine = getattr(canary, key), getattr(fresh, key)
+        if theirs != mine:
+            raise UserError(
+                f"'{path}' is of the {key} '{theirs}', not '{mine}': give another --output, or "
+                "remove it."
+            )
     return canary

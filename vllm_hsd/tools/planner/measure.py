@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
@@ -19,8 +18,7 @@ from safetensors.numpy import load_file, save_file
 from vllm_hsd.checked_files import written_whole
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.tools import system
-from vllm_hsd.tools.dtype import choose_dtype
-from vllm_hsd.tools.engine import MAX_CPU_CACHE
+from vllm_hsd.tools.dtype import cpu_defaults
 from vllm_hsd.tools.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.tools.planner.latencies import Latencies
 from vllm_hsd.tools.planner.models import ModelSet
@@ -97,6 +95,11 @@ def measure_profile(
     Raises:
         UserError: bad input, an engine that failed, or a file that cannot be written.
     """
+    if with_latencies and torch.cuda.is_available():
+        raise UserError(
+            "profile times the levels of an engine one by one, which works on CPUs alone: measure "
+            "acceptance with --skip-timing, and compare cascades by `vllm-hsd bench`."
+        )
     prompts = None if prompts_file is None else read_prompts(prompts_file)[:max_prompts]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -121,8 +124,10 @@ def measure_profile(
         )
     else:
         contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
+    here = _machine() | {"device": device}
     stages = Stages(
-        output.with_name(output.name + ".partial"), task.fingerprint(contexts, system.versions())
+        output.with_name(output.name + ".partial"),
+        task.fingerprint(contexts, system.versions(), here),
     )
     columns = *Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
@@ -142,10 +147,10 @@ def measure_profile(
             stages.save_acceptance(found)
         latencies = None
         if with_latencies:
-            timed = _with_defaults(task, device, console)
+            timed = replace(task, engine_args=cpu_defaults(task.target, task.engine_args))
+            console.print(f"dtype of the timed engine: {timed.engine_args['dtype']}")
             timing = Timing(timed, contexts, models.vocabulary, stages.directory)
             del models  # the engine needs the memory
-            torch.cuda.empty_cache()
             timing_bar = progress.add_task("latencies", total=timing.num_settings)
             latencies = timing.measure(stages.timing, lambda: advance(timing_bar, "latencies"))
     file = prompts_file.name if prompts_file else ""
@@ -159,14 +164,11 @@ def measure_profile(
 def make_profile(
     task: Task, found: Acceptances, prompts: Prompts, latencies: Latencies | None
 ) -> Profile:
-    here = system.machine() | {"threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
-        here["gpu"] = torch.cuda.get_device_name()
     profile = Profile(
         schema=3,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=system.versions(),
-        machine=here,
+        machine=_machine(),
         target=task.target,
         candidates=list(task.candidates),
         sampling=task.sampling,
@@ -180,25 +182,16 @@ def make_profile(
     return profile
 
 
+def _machine() -> dict[str, str | int]:
+    here = system.machine() | {"threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        here["gpu"] = torch.cuda.get_device_name()
+    return here
+
+
 def _start(tokenizer: Any, target: str) -> list[int]:
     """The token that a text begins with."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return [token]
     raise UserError(f"the tokenizer of '{target}' marks no beginning of a text: give --prompts.")
-
-
-def _with_defaults(task: Task, device: str, console: Console) -> Task:
-    """The task with what vLLM needs to be told on a CPU."""
-    if device != "cpu":
-        return task
-    engine_args = dict(task.engine_args)
-    if "gpu_memory_utilization" not in engine_args:
-        # Two engines share the memory; weights may take more than any share that vLLM is told.
-        room = min(MAX_CPU_CACHE, psutil.virtual_memory().available // 8)
-        engine_args.setdefault("kv_cache_memory_bytes", room)
-    if engine_args.get("dtype", "auto") == "auto":
-        choice = choose_dtype(task.target)
-        console.print(f"dtype of the timed engine: {choice}", soft_wrap=True)
-        engine_args["dtype"] = choice.dtype
-    return replace(task, engine_args=engine_args)

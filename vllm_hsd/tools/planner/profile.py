@@ -25,7 +25,7 @@ from vllm_hsd.tools.planner.survival import VERIFIERS, Acceptance, Verifier, ind
 Floats = NDArray[np.float64]
 
 SCHEMA = 3
-MAX_DRAFT_TOKENS = 64
+MAX_DRAFT_TOKENS = 63
 MAX_JSON_BYTES = 16 << 20
 MAX_TABLE_BYTES = 1 << 30
 # Rates are means over float32 probabilities: rounding may break exact inequalities by this much.

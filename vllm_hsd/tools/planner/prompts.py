@@ -52,7 +52,7 @@ def read_requests(path: str | Path) -> list[tuple[Prompt, dict[str, Any]]]:
     if file.suffix == ".jsonl":
         entries = [
             _parsed(f"line {n} of the prompts file '{file}'", line)
-            for n, line in enumerate(text.splitlines(), 1)
+            for n, line in enumerate(text.split("\n"), 1)
             if line.strip()
         ]
         requests = [_request(*each) for each in (public.chosen(entries) if public else entries)]

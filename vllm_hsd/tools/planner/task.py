@@ -42,15 +42,27 @@ class Task:
     clock: Literal["wall", "cpu"] = "wall"
     seed: int = 0
 
-    def fingerprint(self, prompts: Sequence[Sequence[int]], versions: dict[str, str]) -> str:
-        """Digest that is equal only for the same measurement of the same token ids."""
+    def fingerprint(
+        self, prompts: Sequence[Sequence[int]], versions: dict[str, str], machine: dict[str, Any]
+    ) -> str:
+        """Digest that is equal only for the same measurement of the same token ids and files."""
+        paths = [self.target]
+        for candidate in self.candidates:
+            paths += [each for each in candidate.keys().values() if isinstance(each, str)]
+        files = [each for path in paths if Path(path).exists() for each in _files(Path(path))]
         values = asdict(self) | {
+            "machine": machine,
+            "files": [(str(each), each.stat().st_size, each.stat().st_mtime) for each in files],
             "candidates": [candidate.model_dump() for candidate in self.candidates],
             "sampling": self.sampling.model_dump(),
             "prompts": prompts,
             "versions": versions,
         }
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(each for each in (path, *path.rglob("*")) if each.is_file())
 
 
 def candidates(

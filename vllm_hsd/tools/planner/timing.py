@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.optimize import isotonic_regression
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
@@ -187,18 +186,13 @@ class Timing:
         return found
 
     def measure(self, store: Path, advance: Callable[[], None] = lambda: None) -> Latencies:
-        """Run both engines and make tables of what they took.
-
-        On a GPU, whose memory one engine fills, they run one after the other.
+        """Run both engines, pass by pass in turn, and make tables of what they took.
 
         Args:
             store: JSON file that holds what finished passes recorded; a later call continues.
             advance: called `num_settings` times in all.
         """
         order = [(name, number) for number in range(PASSES) for name in ("cascades", "plain")]
-        together = not torch.cuda.is_available()
-        if not together:
-            order.sort()
         done: dict[str, list[Recording]] = (
             read_json(store, "timing", "vllm-hsd profile") if store.exists() else {}
         )
@@ -212,8 +206,6 @@ class Timing:
                         advance()
                     continue
                 if name not in engines:
-                    if not together:
-                        running.pop_all().close()
                     engines[name] = running.enter_context(self.engine(speculative))
                 done[key] = self.run(engines[name], settings, advance)
                 write_json(store, done)
