@@ -164,6 +164,7 @@ class Stream:
             budget.times[-1].observe(1 + len(draft), self.times.verify(1 + len(draft)))
             if draft:
                 budget.target_verified(top, SLOTS, drafted, estimates, SLOTS + accepted)
+            budget.step_ended(SLOTS, drafted, SLOTS + accepted)
         self.seconds += self.times.verify(1 + len(draft))
         if 1 in levels:
             kept = min(accepted, max(len(draft) - 1, 0))

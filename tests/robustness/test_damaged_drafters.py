@@ -199,6 +199,7 @@ SHORT = [
     (MODEL, "top above n-grams", BY_CONFIG),
     *((HEAD, place, by) for place in ("alone", "lowest") for by in (BY_CONFIG, BY_KEY)),
     (HEAD, "among sources", BY_KEY),
+    (MODEL, "several drafts", BY_CONFIG),
 ]
 
 

@@ -94,7 +94,7 @@ class DraftBudget:
     def forget(self, slot: int) -> None:
         """The slot has a new request."""
         self.acceptance.forget(slot)
-        self.waiting[slot] = False
+        self.waiting[slot], self.branch_tokens[slot] = False, 0
         self.reading.forget(slot)
 
     def plan(
@@ -353,9 +353,6 @@ class DraftBudget:
         """Take note of what the target will verify; arguments as for `level_verified`."""
         self._count(level, self.target, requested, drafted)
         self.waiting[slots], self.drafting_seconds = True, seconds
-        if not drafted.any():
-            # Without drafts there is nothing to verify: the round ends here.
-            self._learn_goodput(slots, drafted, np.zeros_like(drafted))
 
     def target_verified(
         self,
@@ -367,7 +364,14 @@ class DraftBudget:
     ) -> None:
         """Learn from drafts that the target has verified; arguments as for `level_verified`."""
         self._learn_acceptance(level, self.target, slots, drafted, estimates, accepted)
-        self._learn_goodput(slots, drafted, accepted)
+
+    def step_ended(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn from the target's step of all requests, [n] each, also of those without drafts."""
+        own = self.waiting[slots]
+        self.waiting[slots] = False
+        emitted, verified = int((accepted[own] + 1).sum()), drafted + self.branch_tokens[slots]
+        passed, size = int(verified[own].sum()), int(own.sum())
+        self.goodput[-1].learn(size, passed, emitted, self.drafting_seconds)
 
     def searched(self, size: int, seconds: float, gained: float) -> None:
         """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""
@@ -395,13 +399,6 @@ class DraftBudget:
         given = np.where(np.isnan(given), PRIOR_ACCEPTANCE, given)
         expected = self.acceptance.corrected(row, given, np.arange(width))
         self.acceptance.observe(row, slots, given, expected, drafted, accepted)
-
-    def _learn_goodput(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        own = self.waiting[slots]
-        self.waiting[slots] = False
-        emitted, verified = int((accepted[own] + 1).sum()), drafted + self.branch_tokens[slots]
-        passed, size = int(verified[own].sum()), int(own.sum())
-        self.goodput[-1].learn(size, passed, emitted, self.drafting_seconds)
 
 
 def cut(survival: np.ndarray, verify: np.ndarray, fill: float = 1.0) -> tuple[float, float]:

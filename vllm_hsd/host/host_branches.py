@@ -52,8 +52,7 @@ class HostBranches(HostedBranches):
 
     def flat_drafts(self, slots: np.ndarray, window: int, drafts: torch.Tensor) -> None:
         """In rows as long as any of the batch is."""
-        branches = self._with_blocks(len(slots))
-        branches[torch.from_numpy(self.chained[slots])] = 0
+        branches = self._kept(slots)
         chains = self.state.draft_length.numpy().astype(np.int64)
         self.longest_used = max(1, int(chains.max()), int(branches.max()))
         super().flat_drafts(slots, window, drafts)
@@ -102,7 +101,7 @@ class HostBranches(HostedBranches):
         Returns:
             int64 [n], tokens of each request's branches that are kept.
         """
-        counts = self._with_blocks(state.batch).numpy()
+        counts = self._kept(state.slot.numpy()).numpy()
         survival = self._survival(state)[drafts]
         every = np.concatenate((chains[:, None], survival), axis=1)
         least, _ = cut(every, verify)
@@ -111,10 +110,11 @@ class HostBranches(HostedBranches):
         total: np.ndarray = kept.sum(1)
         return total
 
-    def _with_blocks(self, batch: int) -> torch.Tensor:
-        """int32 [B, rows - 1] tokens of the branches, 0 in rows that have no blocks."""
-        counts = self.lookup.branch_counts[:batch]
+    def _kept(self, slots: np.ndarray) -> torch.Tensor:
+        """int32 [B, rows - 1] tokens of branches, 0 in rows without blocks and of chains alone."""
+        counts = self.lookup.branch_counts[: len(slots)]
         counts[:, self.room - 1 :] = 0
+        counts[torch.from_numpy(self.chained[slots])] = 0
         return counts
 
     def _survival(self, state: ProposalState) -> np.ndarray:

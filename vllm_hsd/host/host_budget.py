@@ -29,7 +29,6 @@ class HostBudget:
 
     Attributes:
         top, lengths: int64 [slots], the level whose draft the target verifies, and its tokens.
-        warming_up: all levels draft, whatever it costs: kernels are being compiled.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class HostBudget:
         branches: HostBranches | None = None,
     ) -> None:
         self.budget = DraftBudget(levels, max_num_reqs, rows)
-        self.warming_up = False
         # Most tokens of a request in a step without prompts.
         self.most_tokens = rows * (levels[-1].longest + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
@@ -64,12 +62,15 @@ class HostBudget:
             self.budget.goodput[-1].add(count, int((emitted - accepted).sum()))
         # Drafts that were cut, or not verified, say nothing of their other tokens.
         told = self.awaits_verdict[slots] & (sampled > 0)
+        drafted = np.where(told, np.minimum(self.lengths[slots], accepted + rejected), 0)
+        accepted = np.where(told, accepted, 0)
         for top in np.unique(self.top[slots[told]]).tolist():
             own = told & (self.top[slots] == top)
-            drafted = np.minimum(self.lengths[slots], accepted + rejected)[own]
             estimates = program.estimate[top][slots[own]]
-            self.budget.target_verified(top, slots[own], drafted, estimates, accepted[own])
+            self.budget.target_verified(top, slots[own], drafted[own], estimates, accepted[own])
         self.awaits_verdict[slots] = False
+        ended = sampled > 0
+        self.budget.step_ended(slots[ended], drafted[ended], accepted[ended])
         scheduled = input_batch.num_scheduled_tokens[:count]
         decodes = not input_batch.has_prefill and (sampled > 0).all()
         if decodes and self.drafted is not None and scheduled.max() <= self.most_tokens:
@@ -88,14 +89,9 @@ class HostBudget:
         found: np.ndarray = _agreed(partial(self.budget.goes_on, *asked))
         return found
 
-    def level_verified(self, level: int, verifier: int, slots: np.ndarray, **found: Any) -> None:
-        """See `DraftBudget.level_verified`; passes that compile kernels tell nothing."""
-        if not self.warming_up:
-            self.budget.level_verified(level, verifier, slots, **found)
-
     def timed(self, level: int, tokens: int, seconds: float) -> None:
         """A level has drafted a token, or read what it had missed, in one pass."""
-        if not self.warming_up and not self.budget.levels[level].looks_up:
+        if not self.budget.levels[level].looks_up:
             self.budget.times[level].observe(tokens, seconds)
 
     def select(
@@ -107,16 +103,13 @@ class HostBudget:
             running: requests of the step.
             left: [B] int64 tokens that requests may still get.
         """
-        if self.warming_up:
-            if program.has_lookup:
-                program.draft_ahead(state, program.drafts)
-            return program.everything
         drafts, offer, self.searching = program.drafts, None, 0.0
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
         if program.has_lookup and len(slots):
             if not _agreed(partial(self._searches, len(slots))):
                 if self.branches is not None:
                     self.branches.none(state)
+                    self.budget.branch_tokens[slots] = 0
                 return StepLevels()
             began = clock.seconds()
             offer = program.draft_ahead(state, drafts)

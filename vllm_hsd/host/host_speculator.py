@@ -190,9 +190,10 @@ class HostSpeculator(BaseSpeculator):
         if self.budget is None:
             yield
             return
-        self.budget.warming_up = True
+        # Passes that compile kernels tell nothing of later ones.
+        budget, self.budget, self.program.budget = self.budget, None, None
         yield
-        self.budget.warming_up = False
+        self.budget = self.program.budget = budget
         # Where all levels draft, none passes on what another one has drafted.
         for size in (1, min(2, self.state.batch)):
             self.program.warm_up(self.state.bucket(size))
@@ -253,6 +254,6 @@ class HostSpeculator(BaseSpeculator):
         requested, limits = state.requested[-1].numpy(), self.req_states.max_seq_len[slots]
         length = self.req_states.total_len.gpu.numpy()[slots]
         np.minimum(requested, np.maximum(limits - length - 1, 0), out=requested)
-        if self.budget is not None and self.caches.keeps and not self.budget.warming_up:
+        if self.budget is not None and self.caches.keeps:
             first = length - input_batch.prefill_len_np[: len(slots)] == 1
             requested[first] = 0

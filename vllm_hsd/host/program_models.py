@@ -41,6 +41,8 @@ class ProgramModel:
     """
 
     in_target_cache = False
+    # Of a context shorter than the target's, past which nothing is drafted; None: it is not.
+    max_model_len: int | None = None
 
     def __init__(self, speculator: Any, index: int) -> None:
         self.speculator, self.index = speculator, index
@@ -55,6 +57,9 @@ class ProgramModel:
     def load(self, level_config: Any) -> None:
         """Load the weights and record the attention layers that came with them."""
         self.vocab_size = level_config.draft_model_config.get_vocab_size()
+        longest = level_config.draft_model_config.max_model_len
+        if longest < self.vllm_config.model_config.max_model_len:
+            self.max_model_len = longest
         before = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         extra = self.vllm_config.additional_config
         parallel = replace(
@@ -147,6 +152,9 @@ class ProgramModel:
         count = input_ids.shape[0]
         if self.vocab_size < self.speculator.vocab_size:
             input_ids = readable(input_ids, self.vocab_size)
+        if self.max_model_len is not None:
+            # It is fed whole prompts, and has no rotary embedding of later places.
+            positions = positions.clamp(max=self.max_model_len - 1)
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
