@@ -54,6 +54,6 @@ def bigram_rows_kernel(
         after = tl.load(following_ptr + lane, mask=lane < stop, other=-1)
         here = (after >= begin) & (after < begin + CHUNK)
         count = tl.load(count_ptr + lane, mask=here, other=0).to(tl.float32)
-        single = tl.load(single_ptr + after, mask=here, other=1.0)
-        tl.store(row_ptr + after, tl.log((count + weight * single) / total), mask=here)
+        count += weight * tl.load(single_ptr + after, mask=here, other=1.0)
+        tl.store(row_ptr + after, tl.log(count / total), mask=here)
         pair += LANES

@@ -163,6 +163,22 @@ def test_the_time_without_drafts_is_not_old_where_drafts_hardly_gain():
     assert drafting.any() and not drafting.all()
 
 
+def test_requests_without_drafts_are_in_the_goodput_of_their_batch():
+    budget, slots = DraftBudget(drafting_levels([4], looks_up=True), 8), np.arange(8)
+    for tokens in range(1, 40):
+        budget.times[-1].observe(tokens, 0.04 + 0.004 * tokens)
+    drafted = np.where(slots < 4, 2, 0)
+    for _ in range(100):
+        budget.drafted_for_target(0, slots, 2 + 0 * slots, drafted, 0.0)
+        told = slots[:4], drafted[:4], np.full((4, 4), 0.9), drafted[:4]
+        budget.target_verified(0, *told)
+        budget.step_ended(slots, drafted, drafted)
+    learned = budget.goodput[-1]
+    # Two tokens a request in the mean, in a pass over 16 tokens in place of 8.
+    assert learned.gain(8) == pytest.approx(2 * 0.072 / 0.104, rel=0.02)
+    assert learned.gain(4) == 1.0
+
+
 def test_a_step_without_levels_is_no_search():
     serving = Serving(cpu, [lookup(), model(cpu, 0.8, 0.1)], 4)
     serving.run(50)

@@ -44,6 +44,7 @@ def hosted(tokens: list, counts: list, expected: float) -> tuple[HostBranches, S
     )
     found = HostBranches.__new__(HostBranches)
     found.lookup, found.room = lookup, branches.shape[1] + 1
+    found.chained = np.zeros(1, dtype=bool)
     return found, SimpleNamespace(slot=torch.tensor([0]), batch=1)
 
 
@@ -58,3 +59,11 @@ def test_tokens_that_do_not_pay_are_cut(price, kept):
     verify = price * np.arange(20)
     found = branches.keep_what_pays(state, drafts, chains, verify)
     assert branches.lookup.branch_counts.tolist() == [kept] and found.tolist() == [sum(kept)]
+
+
+def test_a_request_of_chains_alone_has_no_branches_to_price():
+    branches, state = hosted([[7, 8, 9], [5, 6, 4]], [3, 2], 0.5)
+    branches.chained[0] = True
+    drafts, chains = np.ones(1, dtype=bool), np.zeros((1, 3))
+    assert branches.keep_what_pays(state, drafts, chains, np.zeros(20)).tolist() == [0]
+    assert not branches.lookup.branch_counts.any()
