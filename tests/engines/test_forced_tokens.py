@@ -265,6 +265,7 @@ def test_when_tokens_are_forced(request_, expected, reasons):
         vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(hsd=hsd)),
         requests={"a": request_},
         structured_output_manager=manager,
+        dynamic_sd_lookup=None,
     )
     drafts = SimpleNamespace(req_ids=["a", "gone"], draft_token_ids=[[1, 2, 3], [4]])
     with mock.patch("vllm_hsd.config.platform.read_on_host", lambda: True):
@@ -274,3 +275,8 @@ def test_when_tokens_are_forced(request_, expected, reasons):
     else:
         assert len(found["a"]) == expected and drafts.draft_token_ids == [found["a"], [4]]
     assert getattr(scheduler, ATTRIBUTE) == found
+    scheduler.dynamic_sd_lookup = [5, 5, 0]  # by requests of a step
+    drafts.draft_token_ids = [[], []]
+    with mock.patch("vllm_hsd.config.platform.read_on_host", lambda: True):
+        assert force(scheduler, drafts) == {}
+    assert drafts.draft_token_ids == [[], []] and getattr(scheduler, ATTRIBUTE) == {}

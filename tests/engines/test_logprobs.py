@@ -104,3 +104,17 @@ def test_listed_tokens(network, mode, results):
             assert set(found) == {sampled, *params["logprob_token_ids"]}
             for token, (value, _) in found.items():
                 assert value == pytest.approx(expected[token], abs=1e-3)
+
+
+def test_listed_tokens_where_lookups_draft(small_vocabulary, network):
+    """A request that lists tokens has no branches, whose rows are not those of its chain."""
+    levels = {"sources": [{"ngram": {"max": 3}}, {"suffix": {}}], "branches": 3}
+    engine = {"model": small_vocabulary.target, **cascade(levels)}
+    params = {"max_tokens": 16, "ignore_eos": True, "seed": 3, "logprob_token_ids": [4, 1]}
+    (result,) = run_engine(engine, {"listed": {"prompts": PROMPTS, "params": params}}).values()
+    assert result["counters"]["spec_decode_num_accepted_tokens"] > 0
+    for prompt, [output] in zip(PROMPTS, result["outputs"], strict=True):
+        rows = expected_rows(network, "raw_logprobs", prompt, output, params)
+        for _, expected, found in rows:
+            for token, (value, _) in found.items():
+                assert value == pytest.approx(expected[token], abs=1e-3)

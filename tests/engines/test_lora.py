@@ -1,11 +1,16 @@
 """Cascades under a target with LoRA adapters: two adapters and the base model in one batch."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from support.adapters import write_adapter
 from support.eagle3_head import write_eagle3_head
 from support.engines import run_engine
 from support.level_files import cascade
 from support.marks import slow
+
+from vllm_hsd.host.replacements import make_lora_inputs
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(9)]
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -49,6 +54,19 @@ def plain(family, jobs) -> dict:
     assert all(a != b for a, b in zip(texts["mixed"], texts["others"], strict=True))
     assert texts["mixed"][::3] == texts["base"][::3]
     return texts
+
+
+def test_rows_of_a_prompts_last_chunk_with_drafts():
+    """vLLM's scheduler may plan drafts next to the last token of a prompt, whose rest is cached."""
+    states = SimpleNamespace(
+        num_computed_prefill_tokens=np.array([0, 12, 20]),
+        prefill_len=SimpleNamespace(np=np.array([30, 13, 20])),
+    )
+    requests = 7, 8, 9
+    found, *_ = make_lora_inputs(
+        lambda *_: (requests, (), ()), states, ["a", "b", "c"], np.arange(3), np.array([8, 5, 5])
+    )
+    assert found == (7, *[8] * 5, *[9] * 5)
 
 
 @pytest.mark.parametrize("levels", ["small > mid", "ngram > mid", "eagle3", *slow("ngram")])

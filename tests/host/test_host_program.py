@@ -76,6 +76,15 @@ def test_any_levels_of_a_step_as_the_cascade(case, seed):
     assert len(drafted) > (len(case["lengths"]) > 1)
 
 
+def test_a_level_that_is_left_out_passes_on_what_its_own_drafts_hold():
+    engine = Engine((6, 3, 10), host=True, seed=4)
+    engine.scales = ONE_SCALE
+    assert engine.schedule.lengths_for_target == (3, 3, 10)
+    with reference_steps(engine) as steps:
+        drafts = engine.propose(steps, StepLevels((0,), (6,)))
+    assert [len(draft) for draft in drafts] == [3] * len(drafts)
+
+
 @pytest.mark.parametrize("case", SELECTED[:5])
 def test_the_kernels_draft_the_same(case):
     case = {**without_rounds(case), "seed": 3}

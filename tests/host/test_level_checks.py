@@ -117,6 +117,19 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             on(mtp, {"mtp": {}}, verifier="standard"),
             r"verifier has no meaning with levels\[0\]\.mtp",
         ),
+        (
+            on(mtp, {"mtp": {}, "max_model_len": 64}),
+            r"levels\[0\]\.max_model_len has no meaning with levels\[0\]\.mtp, .*: remove it\.$",
+        ),
+        (
+            target(
+                {"ngram": {}, "num_tokens": 2},
+                {"model": family.small},
+                adaptive=True,
+                horizontal_tokens=2,
+            ),
+            r"horizontal_tokens follow a top level .* 'adaptive' .*: remove one of them\.$",
+        ),
         (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers: lower it"),
         (
             on(gemma, {"early_exit": 1}),

@@ -197,8 +197,9 @@ SHORT = [
     (MODEL, "top", BY_KEY),
     *((MODEL, place, BY_KEY) for place in ("alone", "lowest", "middle")),
     (MODEL, "top above n-grams", BY_CONFIG),
-    *((HEAD, place, by) for place in ("alone", "lowest") for by in (BY_CONFIG, BY_KEY)),
-    (HEAD, "among sources", BY_KEY),
+    # The key is refused where vLLM's drafter serves the head.
+    *((HEAD, place, BY_CONFIG) for place in ("alone", "lowest", "among sources")),
+    (HEAD, "lowest", BY_KEY),
     (MODEL, "several drafts", BY_CONFIG),
 ]
 

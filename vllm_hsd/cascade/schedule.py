@@ -122,6 +122,11 @@ class Schedule:
         return (lowest, *self.draft_lengths[1:-1], self.num_speculative_tokens)
 
     @property
+    def lengths_for_target(self) -> tuple[int, ...]:
+        """Most tokens of each level's draft for the target: what the levels above it may pass on."""
+        return tuple(min(self.kept_lengths[k:]) for k in range(self.num_levels))
+
+    @property
     def tail(self) -> int:
         """The op with which the horizontal tokens begin."""
         if not self.horizontal_tokens:

@@ -217,6 +217,11 @@ def check_serving(hsd: CascadeConfig, parallel_config: ParallelConfig) -> None:
             "adaptive lets a level pass on what another one has drawn, which needs the same "
             "temperature_scale at all levels that draw: set them alike, or adaptive to false."
         )
+    if hsd.adaptive and hsd.horizontal_tokens and platform.read_on_host():
+        raise UserError(
+            "horizontal_tokens follow a top level that drafts in every step, and 'adaptive' leaves "
+            "levels out: remove one of them."
+        )
     if hsd.several_drafts and not hsd.is_stock:
         _check_several_drafts(hsd)
     if hsd.is_stock:
@@ -260,6 +265,7 @@ def _check_stock(hsd: CascadeConfig) -> None:
         "verifier": hsd.verifier not in ("block", "coupled"),
         f"{name}.temperature_scale": hsd.options()[0].temperature_scale != 1,
         f"{name}.stopping": hsd.options()[0].stopping != "fixed",
+        f"{name}.max_model_len": getattr(source, "max_model_len", None) is not None,
     }.items():
         if holds:
             raise UserError(

@@ -58,15 +58,18 @@ def force(scheduler: Any, draft_token_ids: Any) -> dict[str, list[int]]:
     hsd = getattr(scheduler.vllm_config.speculative_config, "hsd", None)
     if hsd is None or hsd.several_drafts or not platform.read_on_host():
         return {}
-    found = {}
-    for place, name in enumerate(draft_token_ids.req_ids):
+    found: dict[str, list[int]] = {}
+    names, lengths = draft_token_ids.req_ids, scheduler.dynamic_sd_lookup
+    # The drafts of a batch that is too large for them are not verified.
+    drafts = lengths is None or lengths[len(names)] > 0
+    for place, name in enumerate(names if drafts else ()):
         request = scheduler.requests.get(name)
         if request is None or request.is_finished() or request.is_prefill_chunk:
             continue
         if tokens := _forced(scheduler, request, hsd.num_speculative_tokens):
             found[name] = draft_token_ids.draft_token_ids[place] = tokens
     kept = getattr(scheduler, ATTRIBUTE, {}).items()
-    old = {name: tokens for name, tokens in kept if name not in draft_token_ids.req_ids}
+    old = {name: tokens for name, tokens in kept if name not in names}
     setattr(scheduler, ATTRIBUTE, old | found)
     return found
 

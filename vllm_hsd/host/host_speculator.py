@@ -105,7 +105,7 @@ class HostSpeculator(BaseSpeculator):
             self.program.everything = StepLevels(every, tuple(self.hsd.draft_lengths))
         else:
             lookups = [self.program.has_lookup, *[False] * (len(levels) - 1)]
-            lengths = self.schedule.kept_lengths, self.hsd.draft_lengths
+            lengths = self.schedule.lengths_for_target, self.hsd.draft_lengths
             told = [
                 DraftingLevel(*each, ends=not (own_ends or each[2]))
                 for each in zip(*lengths, lookups, self.hsd.verifying, strict=True)
@@ -124,6 +124,8 @@ class HostSpeculator(BaseSpeculator):
         slots, program = input_batch.idx_mapping_np[:count], self.program
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:
+            # What the target has rejected is no text, however long the texts are when they draft.
+            self.caches.committed(slots, self.req_states.total_len.gpu.numpy()[slots])
             if self.budget is not None:
                 self.budget.nothing_drafted()
             return self._propose_nothing(program.selection.top, num_sampled, count)

@@ -66,7 +66,9 @@ def make_lora_inputs(original, states, req_ids, idx_mapping, num_scheduled_token
     requests, tokens, adapters = original(req_ids, idx_mapping, num_scheduled_tokens)
     computed = states.num_computed_prefill_tokens[idx_mapping]
     decodes = computed >= states.prefill_len.np[idx_mapping]
-    rows = np.where(decodes, num_scheduled_tokens, 1)
+    # A prompt's last chunk may have places of drafts after it.
+    after = computed + num_scheduled_tokens - states.prefill_len.np[idx_mapping]
+    rows = np.where(decodes, num_scheduled_tokens, 1 + np.maximum(after, 0))
     return tuple(np.repeat(requests, rows)), tokens, adapters
 
 

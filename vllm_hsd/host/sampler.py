@@ -283,7 +283,7 @@ def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_para
     sampler.chained[req_idx] = (
         needed[req_idx]
         or sampler.sampler.return_sampling_mask
-        or sampling_params.logprobs is not None
+        or sampling_params.num_logprobs is not None
         or sampling_params.structured_outputs is not None
     )
     prompt_tokens = int(sampler.sampler.req_states.prompt_len.np[req_idx])

@@ -53,17 +53,18 @@ def test_watch(tmp_path, capsys, wrong):
         arguments = ["verify", "--watch", url, "--plain-url", plain, "--dtype", "float32"]
         arguments += ["--temperatures", "1", "--tokens", "2048", "--output", str(tmp_path)]
         statuses = [cli.main(arguments) for _ in range(2)]
+        said = capsys.readouterr().out
+        with stand_in("sglang") as other:
+            arguments[2] = other
+            assert cli.main(arguments) == 2
+        assert f"is of the url '{url}', not '{other}'" in capsys.readouterr().err
     state = json.loads((tmp_path / "watch.json").read_text())
-    assert statuses == [1 if wrong else 0] * 2, capsys.readouterr().out
+    assert statuses == [1 if wrong else 0] * 2, said
     if wrong:
         # It ends as soon as it knows, and stays so.
-        assert state["tokens"] <= 2048 and "NOT LOSSLESS" in capsys.readouterr().out
+        assert state["tokens"] <= 2048 and "NOT LOSSLESS" in said
     else:
         assert state["tokens"] == 4096
-    with stand_in("sglang") as other:
-        arguments[2:3] = [other]
-        assert cli.main(arguments) == 2
-    assert f"is of the url '{url}', not '{other}': give another" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path, capsys):
