@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def lengths_for_target(self) -> tuple[int, ...]:
-        """Most tokens of each level's draft for the target: what the levels above it may pass on."""
+        """Most tokens of each level's draft for the target: what levels above it may pass on."""
         return tuple(min(self.kept_lengths[k:]) for k in range(self.num_levels))
 
     @property
