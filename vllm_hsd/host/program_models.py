@@ -58,8 +58,9 @@ class ProgramModel:
         """Load the weights and record the attention layers that came with them."""
         self.vocab_size = level_config.draft_model_config.get_vocab_size()
         longest = level_config.draft_model_config.max_model_len
-        if longest < self.vllm_config.model_config.max_model_len:
-            self.max_model_len = longest
+        # vLLM gives a head the positions of its target.
+        shorter = longest < self.vllm_config.model_config.max_model_len
+        self.max_model_len = longest if shorter and level_config.method != "eagle3" else None
         before = set(get_layers_from_vllm_config(self.vllm_config, _AttentionLayer))
         extra = self.vllm_config.additional_config
         parallel = replace(

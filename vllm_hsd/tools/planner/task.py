@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -46,10 +46,10 @@ class Task:
         self, prompts: Sequence[Sequence[int]], versions: dict[str, str], machine: dict[str, Any]
     ) -> str:
         """Digest that is equal only for the same measurement of the same token ids and files."""
-        paths = [self.target]
-        for candidate in self.candidates:
-            paths += [each for each in candidate.keys().values() if isinstance(each, str)]
-        files = [each for path in paths if Path(path).exists() for each in _files(Path(path))]
+        paths = [self.target, *_strings([each.keys() for each in self.candidates])]
+        files = [
+            each for path in paths if path and Path(path).exists() for each in _files(Path(path))
+        ]
         values = asdict(self) | {
             "machine": machine,
             "files": [(str(each), each.stat().st_size, each.stat().st_mtime) for each in files],
@@ -59,6 +59,15 @@ class Task:
             "versions": versions,
         }
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All that a level's keys hold, at any depth; paths among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
 
 
 def _files(path: Path) -> list[Path]:
