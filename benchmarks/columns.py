@@ -26,6 +26,8 @@ COLUMNS = (
     *("generated_per_target_call", "greedy_differences", "largest_gap", "dtype", "max_tokens"),
     *("ci_low", "ci_high", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "by_place"),
 )
+# What is measured once.
+KEY = "group", "set", "x", "batch_size", "temperature", "cache", "configuration"
 RESAMPLES, PLACES = 2000, 8
 
 
@@ -37,11 +39,12 @@ class Table:
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """As they are written; none where there is no file."""
+        """None where there is no file; of what was measured again, the last."""
         if not self.path.exists():
             return []
         with self.path.open() as file:
-            return list(csv.DictReader(file))
+            rows = list(csv.DictReader(file))
+        return list({tuple(row.get(name) for name in KEY): row for row in rows}.values())
 
     def has(self, **cell: Any) -> bool:
         """Whether there is a row with these values, numbers written as `write_csv` writes them."""

@@ -160,6 +160,9 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     ]
     if not own:
         return
+    # A configuration may be in two groups of one machine.
+    bars = {(row["temperature"], row["set"], row["configuration"]): row for row in own}
+    own = list(bars.values())
     title = f"{FAMILY} over no speculation, {own[0]['dtype']}, batch 1"
     plot.bars(own, path, x="set", panel="temperature", measure="speedup", title=title)
 

@@ -8,13 +8,24 @@ import triton.language as tl
 
 
 @triton.jit
+def _first_not_below(values_ptr, low, high, wanted):
+    """The first place, low to high - 1, of ascending numbers that is not below the wanted one."""
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(values_ptr + middle) < wanted
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
 def bigram_rows_kernel(
     row_ptr,  # [R, V], logarithms of the probabilities
     starts_ptr,  # int32 [V + 1], first pair of each token, and the end
     following_ptr,  # int32 [P], the second token of each pair
     count_ptr,  # int32 [P], how often it was seen
     seen_ptr,  # int32 [V], tokens seen after each token
-    single_ptr,  # float32 [V]
+    single_ptr,  # float32 [V], logarithms
     window_ptr,  # int32 [B, capacity]
     window_stride,
     end_ptr,  # int32 [B]
@@ -44,16 +55,18 @@ def bigram_rows_kernel(
     total = tl.load(seen_ptr + token).to(tl.float32) + weight
     entry = begin + tl.arange(0, CHUNK)
     inside = entry < vocab_size
-    single = tl.load(single_ptr + entry, mask=inside, other=1.0)
+    single = tl.load(single_ptr + entry, mask=inside, other=0.0)
     row_ptr += row * vocab_size
-    tl.store(row_ptr + entry, tl.log(weight * single / total), mask=inside)
+    tl.store(row_ptr + entry, single + tl.log(weight / total), mask=inside)
     # What is stored of pairs comes after it.
     tl.debug_barrier()
+    pair = _first_not_below(following_ptr, pair, stop, begin)
+    stop = _first_not_below(following_ptr, pair, stop, begin + CHUNK)
     while pair < stop:
         lane = pair + tl.arange(0, LANES)
-        after = tl.load(following_ptr + lane, mask=lane < stop, other=-1)
-        here = (after >= begin) & (after < begin + CHUNK)
+        here = lane < stop
+        after = tl.load(following_ptr + lane, mask=here, other=0)
         count = tl.load(count_ptr + lane, mask=here, other=0).to(tl.float32)
-        count += weight * tl.load(single_ptr + after, mask=here, other=1.0)
+        count += weight * tl.exp(tl.load(single_ptr + after, mask=here, other=0.0))
         tl.store(row_ptr + after, tl.log(count / total), mask=here)
         pair += LANES

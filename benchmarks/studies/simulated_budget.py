@@ -342,7 +342,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS / "simulated_budget")
     options = parser.parse_args()
     # Other prompts are another recording.
-    path = options.output / ("answers.jsonl" if options.prompts else "own_answers.jsonl")
+    given = f"_{options.prompts.resolve().name}" if options.prompts else ""
+    path = options.output / f"answers{given}.jsonl"
     if not path.exists():
         texts = {**demo.read_prompts(PROMPTS), "edits of functions": edits.prompts()}
         prompts = {k: [[{"role": "user", "content": t}] for t in own] for k, own in texts.items()}

@@ -75,5 +75,6 @@ def test_pairs_are_counted_on_the_device_as_on_the_host():
     store = collect_texts([np.arange(5)], 6)
     level, pairs = BigramRows.of(store, torch.float32, CPU), count_pairs(store)
     assert isinstance(pairs, PairCounts)
+    pairs.single = np.log(pairs.single)
     for mine, theirs in zip(level.pairs, vars(pairs).values(), strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-6)

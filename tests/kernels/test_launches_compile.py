@@ -16,8 +16,7 @@ def assigned_twice_kernel(NUMBER: tl.constexpr):
 
 # Bytes: ptxas puts a register or two aside that a launch uses once. Four of them, if the innermost
 # loops, which read thousands of entries, do next to nothing with them; more, if they do not touch
-# them: the ptxas of 3.7.1 takes 40 for an n-gram model's rows that are not aligned. One program
-# walks a tree of 64 nodes.
+# them. One program walks a tree of 64 nodes.
 FREE_STACK, SOME_STACK, MOST_STACK, STACK_OF_TREE = 8, 16, 40, 112
 # Above four, by Triton and capability: verification of rows that are not aligned.
 MOST_IN_LOOPS = {("3.7.1", 100): 15}

@@ -369,9 +369,10 @@ class DraftBudget:
         """Learn from the target's step of all requests, [n] each, also of those without drafts."""
         own = self.waiting[slots]
         self.waiting[slots] = False
-        emitted, verified = int((accepted[own] + 1).sum()), drafted + self.branch_tokens[slots]
-        passed, size = int(verified[own].sum()), int(own.sum())
-        self.goodput[-1].learn(size, passed, emitted, self.drafting_seconds)
+        if own.any():
+            passed = int((drafted + self.branch_tokens[slots])[own].sum())
+            emitted = int((accepted + 1).sum())
+            self.goodput[-1].learn(len(slots), passed, emitted, self.drafting_seconds)
 
     def searched(self, size: int, seconds: float, gained: float) -> None:
         """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""

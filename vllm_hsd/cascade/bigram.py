@@ -135,6 +135,7 @@ class BigramModelLevel:
         owners, positions = last_positions(starts + counts, num_logits)
         if not len(owners):
             return None
-        last = tokens[rows[owners], positions]
-        probs = np.stack([self.pairs.distribution(token) for token in last])
-        return torch.from_numpy(np.log(probs)).float().to(self.device)
+        found = np.empty((len(owners), len(self.pairs.single)), np.float32)
+        for row, token in zip(found, tokens[rows[owners], positions], strict=True):
+            np.log(self.pairs.distribution(token), out=row, casting="same_kind")
+        return torch.from_numpy(found).to(self.device)

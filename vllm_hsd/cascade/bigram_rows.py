@@ -24,7 +24,7 @@ class BigramRows:
 
     Args:
         pairs: `cascade.bigram.PairCounts` on the device: starts, following, counts and seen int32,
-            single float32.
+            logarithms of single float32.
         dtype: of the logits.
     """
 
@@ -39,7 +39,7 @@ class BigramRows:
         """The bigram model of a store."""
         *counts, single = vars(count_pairs(store)).values()
         pairs = [torch.from_numpy(each).int() for each in counts]
-        pairs.append(torch.from_numpy(single).float())
+        pairs.append(torch.from_numpy(single).log().float())
         return cls(tuple(each.to(device) for each in pairs), dtype)
 
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:

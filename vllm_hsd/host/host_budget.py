@@ -39,6 +39,7 @@ class HostBudget:
         branches: HostBranches | None = None,
     ) -> None:
         self.budget = DraftBudget(levels, max_num_reqs, rows)
+        self.level_verified = self.budget.level_verified
         # Most tokens of a request in a step without prompts.
         self.most_tokens = rows * (levels[-1].longest + 1)
         self.top = np.zeros(max_num_reqs, dtype=np.int64)

@@ -320,7 +320,7 @@ class HostProgram(Program):
             if feeder == 0:
                 self._count_sources(Count.accepted, slots, np.maximum(accepted[wants], 0))
             if self.budget is not None:
-                self.budget.budget.level_verified(
+                self.budget.level_verified(
                     feeder,
                     level,
                     slots,

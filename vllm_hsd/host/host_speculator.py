@@ -241,10 +241,11 @@ class HostSpeculator(BaseSpeculator):
             self.state.counts[self.program.selection.top, COUNTS.accepted] -= kept
             self.forced[slots] = 0
         if self.budget is not None:
-            sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
-            self.budget.step_ended(input_batch, self.program, sampled, rejected)
+            # Before: the slot's last request may have ended with a draft that was never verified.
             for slot in new.tolist():
                 self.budget.forget(slot)
+            sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
+            self.budget.step_ended(input_batch, self.program, sampled, rejected)
         self._forget(torch.from_numpy(new.astype(np.int64)))
 
     def _limit(self, state, input_batch, slots) -> None:

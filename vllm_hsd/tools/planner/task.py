@@ -71,7 +71,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(each for each in (path, *path.rglob("*")) if each.is_file())
+    """A file, or those of a directory, in which a profile's own directory may lie."""
+    return [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
 
 
 def candidates(
