@@ -1,6 +1,6 @@
 """Rows of a bigram model as logits; cascade/bigram_rows.py launches the kernel.
 
-cascade/bigram.py is its rule in plain numpy.
+`PairCounts.distribution` in cascade/bigram.py is its rule in plain numpy.
 """
 
 import triton

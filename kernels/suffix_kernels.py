@@ -394,7 +394,7 @@ def take_draft_kernel(
         at = (row + best) * N + lane
         token = tl.load(token_ptr + at, mask=known, other=0)
         share = tl.load(share_ptr + at, mask=known, other=0.0).to(tl.float64)
-        # `cascade.suffix.acceptance`.
+        # `tools.planner.suffix_level.acceptance`.
         match = (best + 1).to(tl.float64)
         last = match + lane.to(tl.float64)
         if source == 0:

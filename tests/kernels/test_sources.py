@@ -13,15 +13,16 @@ from vllm_hsd.budget.acceptance import PRIOR_ACCEPTANCE
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.budget.trials import FIRST_PAUSE, Trials
-from vllm_hsd.cascade.bigram import BigramLevel, successors
+from vllm_hsd.cascade.bigram import successors
 from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
-from vllm_hsd.cascade.suffix import SuffixLevel
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_store import collect_texts
 from vllm_hsd.levels.ngram import NgramLevelConfig
+from vllm_hsd.tools.planner.bigram_levels import BigramLevel
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
+from vllm_hsd.tools.planner.suffix_level import SuffixLevel
 
 LENGTH, VOCABULARY = 6, 12
 

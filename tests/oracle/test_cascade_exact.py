@@ -12,10 +12,10 @@ import pytest
 from oracle.exact import Choices, Distribution, Table, Tokens, distance, distribution_of
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
-from vllm_hsd.cascade.bigram import BigramLevel, BigramModelLevel
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.text_store import TextStore, collect_texts
+from vllm_hsd.tools.planner.bigram_levels import BigramLevel, BigramModelLevel
 from vllm_hsd.tools.reference import ReferenceEngine
 from vllm_hsd.tools.reference.stopping import EntropyThresholds
 

@@ -1,4 +1,4 @@
-"""Levels that know the last token alone, by the pairs in a store of texts.
+"""What levels know that look at the last token alone: the pairs in a store of texts.
 
     P(next) = (count(last, next) + d * P_0(next)) / (n + d)
 
@@ -12,10 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from vllm_hsd.cascade.level import UNLIMITED, LookupLevel, LookupResult, Texts
-from vllm_hsd.cascade.ragged import last_positions
 from vllm_hsd.cascade.text_store import TextStore
 
 
@@ -83,59 +80,3 @@ def successors(store: TextStore) -> tuple[np.ndarray, np.ndarray]:
     found[after] = np.where(unseen > value[best], common, pairs.following[best])
     probs[after] = np.maximum(unseen, value[best]) / (pairs.seen + sizes)[after]
     return found, probs
-
-
-class BigramLevel(LookupLevel):
-    """A lookup of successors, one after the other.
-
-    Args:
-        store: texts like those to be generated.
-    """
-
-    def __init__(self, store: TextStore) -> None:
-        self.successors, self.probs = successors(store)
-
-    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
-        rows, width = texts.rows, int(requested.max(initial=0))
-        token_ids = np.zeros((len(rows), width), dtype=np.int64)
-        confidence = np.zeros((len(rows), width))
-        counts = np.zeros(len(rows), dtype=np.int64)
-        last, certainty = texts.tokens[rows, texts.ends - 1], np.ones(len(rows))
-        for place in range(width):
-            certainty = certainty * self.probs[last]
-            last = self.successors[last]
-            # A chain that has ended is at -1, and whatever follows is not used.
-            grows = (counts == place) & (last >= 0) & (place < requested)
-            token_ids[grows, place], confidence[grows, place] = last[grows], certainty[grows]
-            counts += grows
-        return LookupResult(token_ids, counts, confidence)
-
-
-class BigramModelLevel:
-    """A level whose logits are the logarithms of P.
-
-    Args:
-        store: texts like those to be generated.
-        device: where the logits are wanted.
-    """
-
-    context_length = UNLIMITED
-
-    def __init__(self, store: TextStore, device: torch.device | str = "cpu") -> None:
-        self.pairs, self.device = count_pairs(store), device
-
-    def forward(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        num_logits: np.ndarray,
-    ) -> torch.Tensor | None:
-        owners, positions = last_positions(starts + counts, num_logits)
-        if not len(owners):
-            return None
-        found = np.empty((len(owners), len(self.pairs.single)), np.float32)
-        for row, token in zip(found, tokens[rows[owners], positions], strict=True):
-            np.log(self.pairs.distribution(token), out=row, casting="same_kind")
-        return torch.from_numpy(found).to(self.device)

@@ -1,8 +1,8 @@
 """Suffix lookup on the device: launches of `kernels.suffix_kernels`.
 
-As `cascade.suffix` it drafts the likeliest continuation of the last 1 to `DEPTH` - 1 tokens, from
-the length of the match that is expected to give most. Occurrences are counted in place of nodes of
-a tree: the shares are the same. What differs:
+As `tools.planner.suffix_level` it drafts the likeliest continuation of the last 1 to `DEPTH` - 1
+tokens, from the length of the match that is expected to give most. Occurrences are counted in place
+of nodes of a tree: the shares are the same. What differs:
 
 - of tokens seen equally often the host's tree prefers one by the order in which it was built; here
   it is the one with the lowest number, which tokenizers give to frequent ones;

@@ -69,14 +69,17 @@ class Measuring(Protocol):
     def drafter(self, path: str) -> Any:
         """A draft model."""
 
-    def store(self, path: str, kind: str) -> Any:
-        """A store of texts, for a level of the given kind."""
-
     def prompt_lookup(self, shortest: int, longest: int) -> Any:
         """A prompt lookup of n-grams of some lengths."""
 
     def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> Any:
         """Several lookups, of which the most promising one drafts."""
+
+    def suffix(self, path: str | None, min_acceptance: float) -> Any:
+        """A suffix lookup, in a store of texts too if there is one."""
+
+    def bigram(self, path: str) -> Any:
+        """A lookup of the likeliest token after the last one in a store of texts."""
 
     def bigram_model(self, path: str) -> Any:
         """A bigram model of a store of texts."""

@@ -46,6 +46,4 @@ class BigramLevelConfig(LookupKeys):
         return Estimates(torch.from_numpy(probs).to(device), by_token=True)
 
     def measured(self, models: Measuring) -> Any:
-        from vllm_hsd.cascade.bigram import BigramLevel
-
-        return BigramLevel(models.store(self.bigram, self.kind))
+        return models.bigram(self.bigram)

@@ -63,10 +63,4 @@ class SuffixLevelConfig(LookupKeys):
 
     def measured(self, models: Measuring) -> Any:
         """Without earlier outputs of the server."""
-        from vllm_hsd.cascade.suffix import SuffixLevel
-        from vllm_hsd.cascade.text_order import order_texts
-
-        keys, texts = self.suffix, None
-        if keys.store is not None:
-            texts = order_texts(models.store(keys.store, self.kind), "cpu")
-        return SuffixLevel(texts, keys.min_acceptance)
+        return models.suffix(self.suffix.store, self.suffix.min_acceptance)

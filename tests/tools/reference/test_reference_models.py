@@ -7,10 +7,10 @@ import torch
 from support.tiny_models import tiny_llama
 from transformers import T5Config, T5ForConditionalGeneration
 
-from vllm_hsd.cascade.bigram import BigramModelLevel
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.text_store import collect_texts
+from vllm_hsd.tools.planner.bigram_levels import BigramModelLevel
 from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16

@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from vllm_hsd.cascade.bigram import BigramModelLevel
 from vllm_hsd.cascade.exit_head import EXIT_ARCHITECTURES, ExitHead, read_exit_head
+from vllm_hsd.cascade.text_order import order_texts
 from vllm_hsd.cascade.text_store import TextStore, read_store
 from vllm_hsd.cascade.vocabulary import differing_token, fit_logits, readable
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.levels import LevelConfig
+from vllm_hsd.tools.planner.bigram_levels import BigramLevel, BigramModelLevel
 from vllm_hsd.tools.planner.eagle3_head import HeadDrafter
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.profile import Candidate, Sampling, real_path
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
 from vllm_hsd.tools.planner.shared_texts import SharedTexts, keeps_keys
+from vllm_hsd.tools.planner.suffix_level import SuffixLevel
 
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
@@ -148,6 +150,13 @@ class ModelSet:
 
     def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> LookupChoice:
         return LookupChoice(lookups, min_acceptance)
+
+    def suffix(self, path: str | None, min_acceptance: float) -> SuffixLevel:
+        texts = None if path is None else order_texts(self.store(path, "suffix"), "cpu")
+        return SuffixLevel(texts, min_acceptance)
+
+    def bigram(self, path: str) -> BigramLevel:
+        return BigramLevel(self.store(path, "bigram"))
 
     def bigram_model(self, path: str) -> BigramModelLevel:
         return BigramModelLevel(self.store(path, "bigram_model"), self.device)
