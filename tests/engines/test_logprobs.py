@@ -109,7 +109,7 @@ def test_listed_tokens(network, mode, results):
 def test_listed_tokens_where_lookups_draft(small_vocabulary, network):
     """A request that lists tokens has no branches, whose rows are not those of its chain."""
     levels = {"sources": [{"ngram": {"max": 3}}, {"suffix": {}}], "branches": 3}
-    engine = {"model": small_vocabulary.target, **cascade(levels)}
+    engine = {"model": small_vocabulary.target, "block_size": 32, **cascade(levels)}
     params = {"max_tokens": 16, "ignore_eos": True, "seed": 3, "logprob_token_ids": [4, 1]}
     (result,) = run_engine(engine, {"listed": {"prompts": PROMPTS, "params": params}}).values()
     assert result["counters"]["spec_decode_num_accepted_tokens"] > 0

@@ -11,6 +11,7 @@ from vllm_hsd.cascade.bigram_rows import BigramRows
 from vllm_hsd.cascade.schedule import Draft
 from vllm_hsd.cascade.text_store import collect_texts
 
+pytestmark = pytest.mark.every_kernel
 CPU = torch.device("cpu")
 VOCABULARY = 70
 

@@ -292,8 +292,12 @@ class HostProgram(Program):
         return wants
 
     def warm_up(self, state: ProposalState) -> None:
-        """Launch what a proposal of all levels does not, for no request."""
+        """Launch what a proposal of all levels may not, for no request."""
         state.origin.fill_(-1)
+        if self.has_lookup:
+            # A head that verifies nothing drafts in its place.
+            state.requested[0].zero_()
+            cast(ProgramLookup, self.levels[0])(state)
         for level in range(1, self.schedule.num_levels):
             cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])
 
