@@ -12,7 +12,7 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,10 +98,11 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         sets = list(dict.fromkeys(row["set"] for row in own))
         names = list(dict.fromkeys(row["configuration"] for row in own))
         group, size, temperature = key
-        prompts = " and ".join(str(int(batches) * int(size)) for batches in _each(own, "batches"))
-        counted = f"{prompts} answers of each set x {' and '.join(_each(own, 'max_tokens'))} tokens"
-        columns = (" and ".join(_each(own, name)) for name in ("dtype", "machine", "commit"))
-        where = "{}, {}, commit {}".format(*columns)
+        prompts = _different(str(int(row["batches"]) * int(size)) for row in own)
+        columns = "max_tokens", "dtype", "machine", "commit"
+        tokens, dtype, machine, commit = (_different(row[k] for row in own) for k in columns)
+        counted = f"{prompts} answers of each set x {tokens} tokens"
+        where = f"{dtype}, {machine}, commit {commit}"
         yield f"**{group}, batch {size}, temperature {float(temperature):g}** ({counted}; {where})"
         yield ""
         yield f"| over no speculation | all | {' | '.join([*sets, *MEANS])} |"
@@ -118,9 +119,9 @@ def _cell(row: Mapping[str, str]) -> tuple[str, str, str]:
     return row["group"], row["batch_size"], row["temperature"]
 
 
-def _each(rows: Sequence[Mapping[str, str]], column: str) -> list[str]:
-    """Different values: cells of a table may have been measured at different times."""
-    return list(dict.fromkeys(row[column] for row in rows))
+def _different(values: Iterable[str]) -> str:
+    """Each once: cells of a table may have been measured at different times."""
+    return " and ".join(dict.fromkeys(values))
 
 
 def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iterator[str]:

@@ -350,7 +350,7 @@ def main() -> int:
         for name in SETS if options.prompts else ():
             prompts[name] = read_prompts(options.prompts / f"{name}.jsonl")
         record({name: chats[:NUM_PROMPTS] for name, chats in prompts.items()}, path)
-    answers = [Answer(**json.loads(line)) for line in path.read_text().split("\n") if line]
+    answers = [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
     answers = [each for each in answers if len(each.tokens) > LENGTH]
     table = []
     for machine in MACHINES:

@@ -107,8 +107,10 @@ class HostSpeculator(BaseSpeculator):
             lookups = [self.program.has_lookup, *[False] * (len(levels) - 1)]
             lengths = self.schedule.lengths_for_target, self.hsd.draft_lengths
             told = [
-                DraftingLevel(*each, ends=not (own_ends or each[2]))
-                for each in zip(*lengths, lookups, self.hsd.verifying, strict=True)
+                DraftingLevel(longest, passed_on, looks_up, verifies, not (own_ends or looks_up))
+                for longest, passed_on, looks_up, verifies in zip(
+                    *lengths, lookups, self.hsd.verifying, strict=True
+                )
             ]
             branches = cast(HostBranches | None, self.branches)
             self.budget = HostBudget(told, self.max_num_reqs, self.hsd.branches, branches)

@@ -59,9 +59,11 @@ class BigramModelLevel:
         num_logits: np.ndarray,
     ) -> torch.Tensor | None:
         owners, positions = last_positions(starts + counts, num_logits)
-        if not len(owners):
-            return None
-        found = np.empty((len(owners), len(self.pairs.single)), np.float32)
-        for row, token in zip(found, tokens[rows[owners], positions], strict=True):
-            np.log(self.pairs.distribution(token), out=row, casting="same_kind")
+        return self.logits(tokens[rows[owners], positions]) if len(owners) else None
+
+    def logits(self, last: np.ndarray) -> torch.Tensor:
+        """Of what follows tokens, [...] int: [..., V] float32."""
+        found = np.empty((*last.shape, len(self.pairs.single)), np.float32)
+        for place in np.ndindex(last.shape):
+            found[place] = np.log(self.pairs.distribution(int(last[place])))
         return torch.from_numpy(found).to(self.device)

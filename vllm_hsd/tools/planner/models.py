@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -247,11 +246,7 @@ class ModelSet:
         for model in models:
             found = self.models[model]
             if isinstance(found, BigramModelLevel):
-                texts = tokens.cpu().numpy()
-                rows, ends = np.arange(len(texts)), np.full(len(texts), texts.shape[1])
-                scores = found.forward(texts, rows, 0 * ends, ends, np.full_like(ends, keep))
-                assert scores is not None
-                out[model] = scores.unflatten(0, (len(tokens), keep))
+                out[model] = found.logits(tokens[:, first:].cpu().numpy())
             elif isinstance(found, HeadDrafter):
                 out[model] = torch.stack([found.first_logits(row, first) for row in tokens])
             elif model == deepest or model not in depths:
