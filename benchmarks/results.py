@@ -25,7 +25,7 @@ from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import edits
-from benchmarks.studies.configs import SUFFIX, fixed, vllms_own
+from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
 from benchmarks.sweep import PLAIN, Config, Group
 from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.cli.options import integers, numbers
@@ -39,6 +39,7 @@ MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
 FAMILY_INT8 = f"{FAMILY}, 8-bit drafter"
 FAMILY_PEER, FAMILY_INT8_PEER = f"{FAMILY}, vLLM's", f"{FAMILY}, 0.5B in 8 bits"
+FAMILY_SOURCES = f"{FAMILY}, sources"
 
 
 DRAFTERS: dict[str, Callable[[], Path]] = {
@@ -71,12 +72,24 @@ def adaptive(name: str, model: str) -> dict[str, Config]:
     return {f"suffix < {name}, adaptive": fixed(*levels, length=8, adaptive=True)}
 
 
+def sources(name: str) -> dict[str, Config]:
+    """A lookup next to a drafter, the better offer of each step, and the lookup below it."""
+    model = os.path.relpath(DRAFTERS[name]())
+    together = {"sources": [{"suffix": {}}, {"model": model}]}
+    return {
+        f"suffix or {name}, adaptive": fixed(together, length=8, adaptive=True),
+        **adaptive(name, model),
+    }
+
+
 def smollm() -> dict[str, Config]:
-    """vLLM's own methods, and a lookup with a store: with one draft, and by default."""
+    """vLLM's own methods, a lookup with a store and a head: alone, and next to each other."""
     return {
         **vllms_own(),
         "suffix 8": fixed(SUFFIX, length=8),
+        "eagle3 3": fixed(EAGLE3, length=3),
         "suffix, adaptive": fixed(SUFFIX, adaptive=True),
+        "suffix or eagle3, adaptive": fixed({"sources": [SUFFIX, EAGLE3]}, adaptive=True),
     }
 
 
@@ -86,6 +99,7 @@ GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
     SMALL: smollm,
     FAMILY_PEER: partial(peer, "0.5B"),
     FAMILY_INT8_PEER: partial(peer, "8-bit 0.5B"),
+    FAMILY_SOURCES: partial(sources, "0.5B"),
 }
 # Whose engine without speculation and that of fixed lengths serve several configurations.
 SHARED = FAMILY, FAMILY_INT8
