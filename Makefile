@@ -80,7 +80,7 @@ docs: venv
 	$(BIN)/python -m tools.key_reference
 	$(BIN)/mkdocs build --strict
 
-# All benchmarks, one after another; a failure does not stop the others. An hour or two.
+# The shorter benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification cpu-matmul gpu-verification \
 	predictions cascade-map several-drafts demo demo-cascade adaptive
 bench: venv

@@ -347,8 +347,9 @@ def main() -> int:
     if not path.exists():
         texts = {**demo.read_prompts(PROMPTS), "edits of functions": edits.prompts()}
         prompts = {k: [[{"role": "user", "content": t}] for t in own] for k, own in texts.items()}
-        for name in SETS if options.prompts else ():
-            prompts[name] = read_prompts(options.prompts / f"{name}.jsonl")
+        for name in SETS:
+            given = options.prompts / f"{name}.jsonl" if options.prompts else name
+            prompts[name] = read_prompts(given)
         record({name: chats[:NUM_PROMPTS] for name, chats in prompts.items()}, path)
     answers = [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
     answers = [each for each in answers if len(each.tokens) > LENGTH]

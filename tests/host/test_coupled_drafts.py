@@ -1,9 +1,8 @@
 """Coupled requests on the sampling side of vLLM's runner: their text is that without drafts."""
 
 import pytest
-from support.marks import slow
 from support.table_drafters import cascade, tables
-from support.table_runner import CASES, TableRunner
+from support.table_runner import TableRunner
 
 LENGTH = 7
 FILTERS = ({}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2, "temperature": 1.3})
@@ -33,24 +32,6 @@ def texts(params, name, **options):
 
 def seeded(cases):
     return [{"seed": 100 + i, **case} for i, case in enumerate(cases)]
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """Texts of all cases, with seeds, without speculation."""
-    return texts(seeded(CASES.values()), "plain")[0]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["stock", "three", *slow("point masses", "two", "lookup", "bigram")],
-)
-def test_seeded_text_is_that_of_plain_vllm(name, plain):
-    """Among requests without a seed, too."""
-    params = seeded(CASES.values())
-    found, served = texts([*params, {}, {"top_p": 0.5}], name)
-    assert found[: len(params)] == plain
-    assert served.accepted > 0
 
 
 @pytest.mark.parametrize("name", ["stock", "equal"])

@@ -107,7 +107,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         (target({"mtp": {}}), r"levels\[0\]\.mtp: '.*' has nothing that vLLM runs as method 'mtp'"),
         (
             target({"mtp": {}, "num_tokens": 2}, {"model": family.mid}),
-            r"levels\[0\]\.mtp drafts alone, without other levels or sources, .*: keep it alone",
+            r"levels\[0\]\.mtp drafts in the only level, alone or after lookups; .*: keep it there",
         ),
         (
             on(mtp, {"mtp": {}}, adaptive=True),

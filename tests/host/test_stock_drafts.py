@@ -2,13 +2,11 @@
 
 import importlib
 import inspect
-import itertools
 import pkgutil
 
 import numpy as np
 import pytest
 import torch
-from oracle.distributions import chain_distribution
 from support.exact_joint_distribution import next_token_distribution
 from support.table_drafters import tables
 from support.table_runner import CASES, TableRunner
@@ -192,46 +190,6 @@ def test_invalid_rows_end_in_token_0(row):
     assert output.sampled_token_ids[[0, 2], 0].tolist() == [0, 0]
     assert output.num_sampled[1] >= 1
     served.step()
-
-
-def masked_distribution(target, draft, allowed, cut_after):
-    """Exact distribution of two tokens from one verification of two draft tokens under a grammar.
-
-    allowed: [2, V] bool for the two positions. cut_after: the draft ends so many tokens after the
-    accepted ones (1: the refused token is verified; 0: vLLM's rule, the draft ends before it).
-    """
-    p = [torch.where(a, t, 0.0) / t[a].sum() for a, t in zip(allowed, target, strict=True)]
-    vocabulary = target.shape[1]
-    probs = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
-    for x, y in itertools.product(range(vocabulary), repeat=2):
-        acceptable = 0 if not allowed[0, x] else 1 if not allowed[1, y] else 2
-        n = min(2, acceptable + cut_after)
-        # Rows after the first refused token are permissive, as vLLM's are.
-        rows = torch.stack([p[0], p[1], target[1]])[: n + 1]
-        found = chain_distribution(rows, draft[:n], torch.tensor([x, y])[:n])
-        weight = draft[0, x] * draft[1, y]
-        # The next call draws the second token exactly where this one emitted one only.
-        probs += weight * found[0][:, None] * p[1][None, :]
-        probs[x] += weight * found[1:2].sum(0) if n >= 1 else 0.0
-        probs[x, y] += weight * found[2].sum() if n == 2 else 0.0
-    return probs, p[0][:, None] * p[1][None, :]
-
-
-def test_a_refused_draft_token_is_verified_before_the_draft_ends():
-    generator = torch.Generator().manual_seed(0)
-    target = torch.rand(2, 4, generator=generator, dtype=torch.float64)
-    draft = torch.rand(2, 4, generator=generator, dtype=torch.float64)
-    target, draft = (m / m.sum(1, keepdim=True) for m in (target, draft))
-    for bits in itertools.product([False, True], repeat=8):
-        allowed = torch.tensor(bits).view(2, 4)
-        if not allowed.any(1).all():
-            continue
-        probs, exact = masked_distribution(target, draft, allowed, cut_after=1)
-        assert torch.allclose(probs, exact, atol=1e-12)
-    # Negative control: vLLM's rule.
-    allowed = torch.tensor([[True, True, False, True], [True, False, True, True]])
-    probs, exact = masked_distribution(target, draft, allowed, cut_after=0)
-    assert (probs - exact).abs().sum() > 1e-2
 
 
 def test_the_sampler_ends_a_draft_after_the_refused_token(monkeypatch):

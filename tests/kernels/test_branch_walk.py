@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from oracle import sequential
-from oracle.exact import Choices, distribution_of
 from support import kernel_reference as reference
-from support.exact_joint_distribution import chi_square_p_value
 from support.proposal_states import poison_memory
 
-from vllm_hsd.kernels import branch_walk
 from vllm_hsd.kernels.branch_walk import follow_branches
-from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
+from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.filter_rows import Filters
 
 CHUNK_AND_BLOCK = 128, 32
 V, K, R = 300, 3, 4
-KEPT, REJECTED = 1e-3, 1e-6
 
 
 def make_branches(requests: int, seed: int = 0) -> dict:
@@ -105,74 +100,3 @@ def test_a_row_that_is_no_distribution_ends_the_walk(small_blocks):
     assert_equal(follow_branches(**batch), expected)
     sampled = batch["temperature"][batch["idx_mapping"]] > 0
     assert (expected.num_emitted == batch["chain"].num_emitted)[sampled].all()
-
-
-# The exact distribution of one step: three tokens, a drawn chain of two, and three branches.
-TABLE = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.6, 0.1, 0.3]]).log()
-ROOT, CHAIN = 0, [1, 0]
-BRANCHES = [[1, 0, 0], [0, 1, 2], [2, 2]]
-PROPOSAL = torch.tensor([[0.3, 0.6, 0.1], [0.4, 0.3, 0.3]]).log()
-
-
-def one_step(requests: int, shifted: int = 0):
-    """Tokens that requests of one draft emit; `shifted`: branches read rows that far behind."""
-    flat = [ROOT, *CHAIN]
-    offsets, counts = [0], [len(flat)]
-    for branch in BRANCHES:
-        offsets.append(len(flat))
-        counts.append(len(branch) + 1)
-        flat += [ROOT, *branch]
-    tokens = torch.tensor(flat).repeat(requests)
-    cu, number = torch.arange(requests + 1) * len(flat), torch.arange(requests)
-    state = torch.ones(requests), number * 1000003, torch.full((requests,), 5)
-    logits = TABLE[tokens]
-    chain = verify_chain_padded(
-        logits,
-        PROPOSAL.repeat(requests, 1, 1),
-        tokens,
-        cu,
-        number,
-        *state,
-        max_draft_tokens=len(CHAIN),
-        draft_length=torch.full((requests,), len(CHAIN)),
-    )
-    rows = [torch.tensor([v]).repeat(requests, 1).int() for v in (offsets, counts)]
-    return follow_branches(
-        chain, logits.roll(-shifted, 0), tokens, cu, number, *rows, *state, max_tokens=3
-    )
-
-
-def emitted(choices: Choices) -> tuple[int, ...]:
-    """What a step emits: the chain's tokens, continued while a branch has them."""
-    p, q = TABLE[[ROOT, *CHAIN]].softmax(-1).tolist(), PROPOSAL.softmax(-1).tolist()
-    accepted, token = sequential.block(p, q, CHAIN, choices.bernoulli, choices.sample)
-    text = (*CHAIN[:accepted], token)
-    while any(tuple(branch[: len(text)]) == text for branch in BRANCHES):
-        text += (choices.sample(TABLE[text[-1]].softmax(-1).tolist()),)
-    return text
-
-
-def p_value(found) -> float:
-    exact = {text: float(p) for text, p in distribution_of(emitted).items()}
-    pairs = zip(found.token_ids.tolist(), found.num_emitted.tolist(), strict=True)
-    return chi_square_p_value([tuple(row[:count]) for row, count in pairs], exact)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_distribution_of_a_step():
-    found = one_step(500)
-    assert len(found.winner.unique()) == len(BRANCHES) + 1
-    assert p_value(found) > KEPT
-
-
-@pytest.mark.slow
-def test_a_winners_row_one_off_is_found():
-    assert p_value(one_step(400, shifted=1)) < REJECTED
-
-
-@pytest.mark.slow
-def test_uniforms_met_twice_are_found(monkeypatch):
-    """The token after the chain's next one drawn with that one's uniform."""
-    monkeypatch.setattr(branch_walk, "FIRST_DRAW", -1)
-    assert p_value(one_step(150)) < REJECTED

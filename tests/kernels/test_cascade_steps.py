@@ -37,8 +37,12 @@ from vllm_hsd.cascade import cascade_steps, lookups
         ),
     ],
 )
-def test_every_step_equals_its_reference(lengths, lookup, unverified, horizontal, seed):
+def test_every_step_equals_its_reference(
+    lengths, lookup, unverified, horizontal, seed, monkeypatch
+):
     """Padding, prompt chunks, texts shorter than the window or near max_model_len, guard rows."""
+    # Texts of several chunks.
+    monkeypatch.setattr(lookups, "search_chunk", lambda *_: 16)
     schedule = schedule_of(*lengths, lookup=lookup, horizontal_tokens=horizontal)
     walk(schedule, seed, batch=7, num_reqs=6, lookup=lookup, unverified=unverified)
 
@@ -76,30 +80,6 @@ def test_no_entry_is_written_past_a_row_of_the_block_table():
         cut = state.slot_mapping[g, :fed]
         assert (cut[~inside] == -1).all() and ((cut >= 0) == (inside & (whole[g] >= 0))).all()
     assert (whole[0] >= 0).sum() > (state.slot_mapping[0, :fed] >= 0).sum()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_ngram_matches_of_vllm(seed, monkeypatch):
-    """The tokens of vLLM's matcher, over several chunks of the text and the drafted window."""
-    numba = pytest.importorskip("vllm.v1.spec_decode.ngram_proposer")
-    match = numba._find_longest_matched_ngram_and_propose_tokens.py_func
-    monkeypatch.setattr(lookups, "search_chunk", lambda *_: 16)
-    schedule = schedule_of(3, 8, lookup=True)
-    state = GuardedState(schedule, 5, lookup=True).state
-    tensors = runner_tensors(seed, 5, schedule.window) | {"scales": torch.ones(2)}
-    cascade_steps.stage(state, schedule, **tensors)
-    # Some tokens are drafted already.
-    state.window[:, schedule.window : schedule.window + 2] = torch.randint(0, 5, (5, 2)).int()
-    state.end += torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
-    before = copied(state)
-    lookups.lookup_ngram(state, tensors["text"], shortest=2, longest=3)
-    for b in range(5):
-        base, end = int(before.base[b]), int(before.end[b])
-        text = torch.cat((tensors["text"][before.slot[b], :base], before.window[b, :end])).numpy()
-        found = match(text, 2, 3, MAX_MODEL_LEN + 9, int(before.requested[0, b]))
-        count = int(state.drafted[0, b])
-        assert state.window[b, end : end + count].tolist() == list(found)
-        assert state.end[b] == end + count
 
 
 @pytest.mark.every_kernel

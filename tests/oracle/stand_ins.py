@@ -12,12 +12,8 @@ from oracle.exact import Choices, Distribution, Tokens, distribution_of
 from oracle.sequential import argmax
 
 from vllm_hsd.cascade.level import UNLIMITED, LookupLevel, LookupResult
-from vllm_hsd.cascade.ragged import ragged_arange
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import BlockedCDF
-from vllm_hsd.rules.rng import host_uniforms
-from vllm_hsd.tools.reference.batch import DraftBatch
-from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
 # Rounding errors of float64 must not become branches of their own.
 NOTHING = 1e-12
@@ -81,36 +77,6 @@ class TableLookup(LookupLevel):
                 text += (token,)
                 counts[i] += 1
         return LookupResult(found, counts, np.zeros(found.shape))
-
-
-def draft_batch(
-    tokens: np.ndarray, length: int, levels: int, *, greedy=False, eos=-1, seed=0
-) -> DraftBatch:
-    """Requests of `length` tokens, the first ones of [size, width] `tokens`.
-
-    Their uniforms are those that the runners use, numbered one after the other.
-    """
-    size = len(tokens)
-    draws = np.zeros(size, dtype=np.int64)
-
-    def uniforms(requests, counts, level):
-        owners, offsets = ragged_arange(counts)
-        owner = requests[owners]
-        drawn = host_uniforms(1000 * seed + owner, np.int64(level), draws[owner] + offsets)
-        draws[requests] += counts
-        return drawn
-
-    return DraftBatch(
-        tokens=tokens,
-        rows=np.arange(size),
-        end=np.full(size, length),
-        cached=np.zeros((levels, size), dtype=np.int64),
-        eos=np.full(size, eos),
-        greedy=greedy,
-        probs=lambda logits, requests, level: logits.softmax(-1),
-        uniforms=uniforms,
-        thresholds=EntropyThresholds.fresh(levels, size),
-    )
 
 
 def proposal_rows(batch: ChainBatch, like: torch.Tensor) -> torch.Tensor:

@@ -40,10 +40,10 @@ class CascadeConfig(Keys):
         horizontal_tokens: unverified tokens of level 0 after the top level's draft, a horizontal
             cascade (experimental).
         disable_by_batch_size: in steps with more requests than this nothing is drafted; None for
-            64.
+            64, where vLLM's own drafter serves for no limit.
         adaptive: select the levels and draft lengths step by step, from what is learned while
             serving; the lengths given here are then upper limits. Where the key is not given, it is
-            so on a CPU.
+            so on a CPU, unless something excludes it or vLLM's own drafter serves.
         enable_adaptive_verification: vLLM's key: its manager chooses, by their confidences, which
             draft tokens of all requests the target verifies.
         untested: serve a target that was never tested below a cascade, one with recurrent layers.

@@ -209,8 +209,8 @@ def check_serving(hsd: CascadeConfig, parallel_config: ParallelConfig) -> None:
             if not source.drafts_by and not hsd.is_stock:
                 known = ", ".join(kind for kind, cls in KINDS.items() if cls.drafts_by)
                 raise UserError(
-                    f"{name}.{source.kind} drafts alone, without other levels or sources, which "
-                    f"may be of the kinds {known}: keep it alone."
+                    f"{name}.{source.kind} drafts in the only level, alone or after lookups; "
+                    f"other levels may be of the kinds {known}: keep it there."
                 )
     if hsd.adaptive and hsd.scales_differ and platform.read_on_host():
         raise UserError(

@@ -95,8 +95,8 @@ class ProgramHead(ProgramModel):
             speculator.max_num_tokens, dtype=torch.int32, device=speculator.device
         )
         logger.info(
-            "States for %s take %.2f GiB: requests that draft x (num_speculative_tokens + most "
-            "tokens of a proposal) x hidden size.",
+            "States for %s take %.2f GiB: requests that draft x (2 x num_speculative_tokens + "
+            "longest draft of a level + 4) x hidden size.",
             self.name,
             (self.inputs.states.nbytes + self.inputs.own.nbytes) / 2**30,
         )

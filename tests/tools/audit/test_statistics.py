@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hsd.rules import verify_chain
 from vllm_hsd.tools.audit.quantiles import randomized, token_ranges
 from vllm_hsd.tools.audit.statistics import (
     adjusted,
@@ -114,38 +113,6 @@ def test_what_a_step_tells_about_the_next_one_is_found():
                 own[:, start] = (own[:, start] + (length == 2)) / 2
     found = checks_of("", arrange(quantiles, lengths))
     assert min(t.p_value for t in found if t.hypothesis == "independent of the step before") < 1e-8
-
-
-@pytest.mark.parametrize("method", ["block", "standard"])
-def test_places_are_predictable_under_both_rules(method):
-    """Exact verification, tables of probabilities: tokens at every place are uniform."""
-    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(6)
-    vocab_size, n, size = 6, 3, 30000
-    p = torch.softmax(torch.randn(n + 1, vocab_size, vocab_size, generator=generator), -1)
-    q = torch.softmax(torch.randn(n, vocab_size, vocab_size, generator=generator), -1)
-    last = torch.zeros(size, dtype=torch.int64)
-    target_rows, draft_rows, tokens = [p[0][last]], [], []
-    for t in range(n):
-        draft_rows.append(q[t][last])
-        last = torch.multinomial(draft_rows[-1], 1, generator=generator)[:, 0]
-        tokens.append(last)
-        target_rows.append(p[t + 1][last])
-    result = verify_chain(
-        torch.stack(target_rows, 1).flatten(0, 1),
-        torch.stack(draft_rows, 1).flatten(0, 1),
-        torch.stack(tokens, 1).flatten(),
-        [n] * size,
-        method=method,
-        uniforms=torch.rand(size * (n + 1), dtype=torch.float64, generator=generator),
-    )
-    emitted = result.token_ids
-    rows = torch.stack(target_rows, 1)
-    for t in range(n + 1):
-        there = (emitted[:, t] >= 0).nonzero()[:, 0]
-        ranges = token_ranges(rows[there, t].log(), emitted[there, t]).numpy()[:, :3]
-        quantiles = randomized(ranges, rng.random((2, len(there))))
-        found = checks_of("", arrange([quantiles], [[len(there)]]))
-        assert min(test.p_value for test in found) > 1e-5
 
 
 def test_a_few_tokens_that_cannot_be_are_found_and_chance_is_not():
