@@ -141,13 +141,13 @@ def install_own_states() -> None:
 
     read = ProgramHead._read
 
-    def read_last(self, batch):
-        reading = self.inputs.reading
+    def read_last(self, batch, entries):
+        reading = self.inputs.reading.of_length(entries)
         last = self.inputs.last[:batch] % reading.query_length
         places = reading.slot_mapping.view(len(reading.slot_mapping), reading.batch, -1)
         for b, place in enumerate(last.tolist()):
             places[:, b, :place] = -1
-        return read(self, batch)
+        return read(self, batch, entries)
 
     ProgramHead._read = read_last
 

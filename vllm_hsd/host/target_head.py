@@ -140,13 +140,18 @@ class ProgramHead(ProgramModel):
             "length": requests.total_len.gpu,
         }
         self.step = Step(texts, int(batch.num_scheduled_tokens.max()), states)
-        if self.kv_groups is None or count > self.speculator.state.batch:
-            return  # a step that drafts nothing
-        inputs, max_model_len = self.inputs, self.speculator.max_model_len
-        read_step(inputs, self.kv_groups, max_model_len, **texts)
-        fed = count * inputs.reading.query_length
-        source = inputs.source[:fed]
-        inputs.states[:fed] = self._combined([each.index_select(0, source) for each in states])
+        drafts = self.kv_groups is not None and count <= self.speculator.state.batch
+        if drafts and not self.reads_first:
+            self._place(count, self.longest_query)
+
+    def _place(self, count: int, entries: int) -> None:
+        """The last entries of `count` requests that the step taken has states for."""
+        inputs, texts = self.inputs, self.step.texts
+        groups = cast(KVGroups, self.kv_groups)
+        read_step(inputs, groups, self.speculator.max_model_len, entries, **texts)
+        source = inputs.source[: count * entries]
+        states = [each.index_select(0, source) for each in self.step.states]
+        inputs.states[: count * entries] = self._combined(states)
 
     def _combined(self, states: list[torch.Tensor]) -> torch.Tensor:
         """[n, H] what entries read of [n, width] states of each layer."""
@@ -181,18 +186,23 @@ class ProgramHead(ProgramModel):
         batch: Any,
         attn_metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor] | None,
+        num_sampled: torch.Tensor,
     ) -> None:
         """Read the step that was taken, whatever is drafted after it.
 
         Args:
-            batch: vLLM's InputBatch; the others are of its pass.
+            batch: vLLM's InputBatch; the next two are of its pass.
+            num_sampled: [n] tokens that each request got.
         """
         fits, tokens = batch.num_reqs <= self.speculator.state.batch, batch.num_tokens_after_padding
+        entries = max(int(num_sampled.max()), 1)
         if batch.has_prefill or not fits:
             fed = batch.input_ids[:tokens], batch.positions[:tokens]
             self.compute(*fed, attn_metadata, slot_mappings)
+            entries = 1
         if fits:
-            self.final = self._read(batch.num_reqs)
+            self._place(batch.num_reqs, entries)
+            self.final = self._read(batch.num_reqs, entries)
 
     def prepare_capture(self, state: ProposalState, schedule: Schedule) -> None:
         """Programs of all lengths have the same passes."""
@@ -205,7 +215,7 @@ class ProgramHead(ProgramModel):
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
         """The head is fed what `head_steps` says."""
         if op.draw == 0:
-            final = self.final if self.reads_first else self._read(state.batch)
+            final = self.final if self.reads_first else self._read(state.batch, self.longest_query)
         else:
             missing = op.query_length
             if isinstance(op, Draft) and op.step == 0 and not self.reads_first:
@@ -218,10 +228,10 @@ class ProgramHead(ProgramModel):
         logits = fit_logits(self.logits(final), self.speculator.vocab_size)
         return logits.to(rows.dtype).contiguous()
 
-    def _read(self, batch: int) -> torch.Tensor:
+    def _read(self, batch: int, entries: int) -> torch.Tensor:
         """Final states [B, H] of the entries of the last committed tokens of B requests."""
         inputs = self.inputs
-        reading, last = inputs.reading.bucket(batch), inputs.last[:batch]
+        reading, last = inputs.reading.of_length(entries).bucket(batch), inputs.last[:batch]
         states = inputs.states[: len(reading.input_ids)]
         final, after = self._pass(reading, states)
         inputs.own[:batch, 0] = states.index_select(0, last)
