@@ -28,7 +28,7 @@ from vllm_hsd.kernels.sample_row import drawn_token, store_draw_stats
 from vllm_hsd.rules import MAX_KERNEL_DRAFT
 
 _INTEGERS = (torch.int64, torch.int32)
-# A verification takes at most so many draws, which come before those of the walk.
+# A verification's last draw at most; a walk takes those after it, as its first place is 1.
 FIRST_DRAW = MAX_KERNEL_DRAFT + 1
 
 

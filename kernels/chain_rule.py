@@ -161,6 +161,7 @@ def bound_acceptance(
     else:
         failure = (row > 0) & (u >= a.to(tl.float64))
         certain = tl.minimum(tl.min(tl.where(failure, row, ROWS), axis=0) - 1, length)
+        certain = tl.maximum(certain, 0)
         undecided = row < 0
         log_a = tl.zeros_like(log_a)
     return length, certain, undecided.to(tl.int32), log_a, u, target_lse, draft_lse

@@ -26,8 +26,8 @@ from vllm_hsd.kernels.blocks import (
     is_finite,
     load_scaled,
     logsumexp_of_chunks,
-    max_and_sum,
     padded_size,
+    store_max_and_sum,
     tile_shape,
 )
 
@@ -126,9 +126,7 @@ def row_bounds_kernel(
     if (top_k < vocab_size) | (top_p < 1) | (min_p > 0):
         entry = chunk * CHUNK + tl.arange(0, CHUNK)
         x = load_scaled(logits_ptr + row * logits_stride, entry, vocab_size, inv_temperature)
-        maximum, total = max_and_sum(x)
-        tl.store(stats_ptr + slot, maximum)
-        tl.store(stats_ptr + slot + stats_stride, total)
+        store_max_and_sum(stats_ptr + slot, stats_stride, x)
         maxima = tl.max(tl.reshape(x, [PARTS, CHUNK // PARTS]), axis=1)
         tl.store(maxima_ptr + slot * PARTS + tl.arange(0, PARTS), maxima)
         place = tl.arange(0, CHUNK)

@@ -63,8 +63,6 @@ def depends(idx: Indices, var: str | None) -> bool:
 def through_view(op: Op, idx: Indices) -> Indices:
     """Index of a view's operand that belongs to an index of its result."""
     source = op.operands[0].type.shape
-    if source is None:
-        return ()
     if op.name == "tt.broadcast":
         return tuple(ZERO if n == 1 else i for n, i in zip(source, idx, strict=True))
     if op.name == "tt.expand_dims":
@@ -78,10 +76,8 @@ def through_view(op: Op, idx: Indices) -> Indices:
     return tuple(ZERO for _ in source)  # tt.unsplat
 
 
-def reshapes_linearly(source: tuple[int, ...] | None, target: tuple[int, ...] | None) -> bool:
+def reshapes_linearly(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Each axis of the source is a linear function of axes of the target."""
-    if source is None or target is None:
-        return True
     one, two = [n for n in source if n > 1], [n for n in target if n > 1]
     return one == two or len(one) <= 1 or _parts(source, target) is not None
 

@@ -206,8 +206,9 @@ def test_alone_or_in_a_batch():
         assert alone.token_ids[0, 5:].tolist() == [-1, -1]
 
 
-def test_a_request_may_have_no_row_at_all():
-    arguments = padded(**make_chains(100, [3, 0, 2, 3]))
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_a_request_may_have_no_row_at_all(method):
+    arguments = padded(**make_chains(100, [3, 0, 2, 3])) | {"method": method}
     expected = chain_verify.verify_chain_padded(**arguments)
     for name in ("cu_num_logits", "idx_mapping"):
         arguments[name] = torch.cat((arguments[name], arguments[name][-1:])).int()

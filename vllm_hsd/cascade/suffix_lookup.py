@@ -1,11 +1,10 @@
 """Suffix lookup on the device: launches of `kernels.suffix_kernels`.
 
 As `tools.planner.suffix_level` it drafts the likeliest continuation of the last 1 to `DEPTH` - 1
-tokens, from the length of the match that is expected to give most. Occurrences are counted in place
-of nodes of a tree: the shares are the same. What differs:
+tokens, from the length of the match that is expected to give most:
 
-- of tokens seen equally often the host's tree prefers one by the order in which it was built; here
-  it is the one with the lowest number, which tokenizers give to frequent ones;
+- of tokens seen equally often, the one with the lowest number, which tokenizers give to frequent
+  ones;
 - of the request's own text the `OCCURRENCES` latest of a match are counted, of shared outputs as
   many, and these are shared when their requests end;
 - a continuation seen less often than once in `PROBES` occurrences is not drafted.

@@ -73,8 +73,7 @@ def host_uniforms(seeds: np.ndarray, streams: np.ndarray, draws: np.ndarray) -> 
     not enter: a rejected position is drawn again by the next call, and its uniform must be new.
 
     Returns:
-        float64 array of the broadcast shape. A kernel that takes the upper 24 bits of the first
-        Philox word gets the same number rounded down.
+        float64 array of the broadcast shape.
     """
     seed, stream, draw = (np.asarray(v).view(np.uint64) for v in (seeds, streams, draws))
     shape = np.broadcast_shapes(seed.shape, stream.shape, draw.shape)
