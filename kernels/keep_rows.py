@@ -84,7 +84,7 @@ def keep_rows(
         check_vector(name, vector, rows, (torch.float32,), logits.device)
     check_vector("slots", slots, rows, (torch.int64,), logits.device)
     if columns.ndim:
-        check_vector("columns", columns, rows, (torch.int64,), logits.device)
+        check_vector("columns", columns, rows, (torch.int64, torch.int32), logits.device)
     keep_rows_kernel[(rows, triton.cdiv(vocab_size, _CHUNK))](
         kept,
         kept.stride(0),

@@ -181,6 +181,17 @@ def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
     assert torch.allclose(lse[served.slots], expected, atol=1e-5)
 
 
+def test_drafts_that_are_drawn_at_once_are_accepted_where_they_are_the_targets():
+    """As by DFlash, at any temperature, with a filter and with a seed."""
+    rows = torch.tensor([0.5, 0.2, 1.0, 0.0, 0.3, 0.1]).repeat(6, 1)
+    params = [{}, {"temperature": 0.7, "top_k": 3}, {"seed": 3}, {"temperature": 0.0}]
+    served = TableRunner(rows, rows, params, length=3, drafter="DFlashSpeculator")
+    for _ in range(5):
+        served.step()
+    assert served.accepted == served.verified > 0
+    assert len({tuple(text) for text in served.texts()}) > 2
+
+
 @pytest.mark.parametrize("row", [float("nan"), float("inf"), -float("inf")])
 def test_invalid_rows_end_in_token_0(row):
     served = runner([{}, {"temperature": 0.0}, {"top_p": 0.9}])

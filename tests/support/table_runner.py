@@ -191,13 +191,16 @@ class TableRunner:
             self.drafted = drafted[:, : self.drafter.asked or None]
             return
         drafter, states = self.drafter, self.sampler.sampling_states
-        drafter._copy_request_inputs(
-            self.count, self.slots, states.temperature.gpu, states.seeds.gpu
-        )
         token = self.states.last_sampled_tokens[self.slots, 0]
         if self.length == 0:
             self.drafted = token[:, None][:, :0]
             return
+        if type(drafter).__name__ == "DFlashSpeculator":
+            self.drafted = self._drafted_at_once(token)
+            return
+        drafter._copy_request_inputs(
+            self.count, self.slots, states.temperature.gpu, states.seeds.gpu
+        )
         columns = []
         for step in range(self.length):
             token = drafter.sample_draft(
@@ -211,6 +214,22 @@ class TableRunner:
             )
             columns.append(token)
         self.drafted = torch.stack(columns, 1)
+
+    def _drafted_at_once(self, token: torch.Tensor) -> torch.Tensor:
+        """All places from rows after the last token, without `_copy_request_inputs`."""
+        drafter, places = self.drafter, torch.arange(self.length, dtype=torch.int32)
+        drafter.seeds.copy_(self.sampler.sampling_states.seeds.gpu)
+        begins = self.states.total_len.gpu[self.slots].long() - 1
+        found = drafter.sample_draft(
+            self.draft[token].repeat_interleave(self.length, 0),
+            (begins[:, None] + places).flatten(),
+            self.slots.repeat_interleave(self.length),
+            None,
+            drafter.seeds,
+            places.repeat(self.count),
+            drafter.draft_logits,
+        )
+        return found.view(self.count, self.length)
 
     def texts(self) -> list[list[int]]:
         """Tokens of every request, the prompt included."""

@@ -31,6 +31,7 @@ class RequestParameters:
         entered: bool [max_num_reqs] on the host, of slots with a new or resumed request; whoever
             takes note of one resets it.
         predictions: what drafts from predicted texts.
+        followers: told of changed parameters, by `take_parameters`.
     """
 
     def __init__(self, states: Any, couples_all: bool) -> None:
@@ -43,6 +44,7 @@ class RequestParameters:
         self.limits.np.fill(UNLIMITED)
         self.limits.copy_to_uva()
         self.predictions: list[PredictionLookup] = []
+        self.followers: list[Any] = []
         self.changed = False
 
     def add_request(self, slot: int) -> None:
@@ -77,6 +79,8 @@ class RequestParameters:
         if self.changed:
             self.signed.copy_to_uva()
             self.limits.copy_to_uva()
+            for each in self.followers:
+                each.take_parameters()
             self.changed = False
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.sample import gumbel
 
-from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
+from vllm_hsd.cascade.schedule import first_draw
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.hooks import REGISTRY, replace_on
 from vllm_hsd.host.registry import NONE_FILED
@@ -80,7 +80,7 @@ class KeptDrafts:
     """Draws and logsumexps of a drafter that keeps its rows.
 
     Args:
-        speculator: vLLM's drafter; two of its methods are replaced.
+        speculator: vLLM's drafter, whose way of drawing is replaced.
         req_states: vLLM's table of requests.
         parameters: of the requests.
 
@@ -96,32 +96,18 @@ class KeptDrafts:
         shape, nothing = rows.shape[:2], float("nan")
         self.lse = torch.full(shape, nothing, dtype=torch.float32, device=rows.device)
         # CUDA graphs of the drafter read these, so they stay where they are.
-        self.first_draw = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
         self.temperature = torch.zeros_like(parameters.temperature, device=rows.device)
         self.filters = Filters(
             *(torch.zeros_like(values, device=rows.device) for values in parameters.filters)
         )
-        replace_on(
-            speculator,
-            f"{_SPECULATOR}._copy_request_inputs",
-            f"{_SPECULATOR}.sample_draft",
-            by=self,
-        )
+        parameters.followers.append(self)
+        replace_on(speculator, f"{_SPECULATOR}.sample_draft", by=self)
 
-
-@REGISTRY.replaces_on_runner(
-    f"{_SPECULATOR}._copy_request_inputs",
-    ("self", "num_reqs", "idx_mapping", "temperature", "seeds", "dummy_run"),
-    why="sets draws, temperatures and filters of a proposal before its first draft token",
-    until="vLLM's drafters draw with uniforms that block verification meets once",
-    issue=NONE_FILED,
-)
-def copy_request_inputs(original, kept: KeptDrafts, *args, **kwargs):
-    original(*args, **kwargs)
-    kept.first_draw.copy_(kept.req_states.total_len.gpu).mul_(DRAWS_PER_LENGTH)
-    kept.temperature.copy_(kept.parameters.temperature)
-    for mine, theirs in zip(kept.filters, kept.parameters.filters, strict=True):
-        mine.copy_(theirs)
+    def take_parameters(self) -> None:
+        """Those of the requests have changed."""
+        self.temperature.copy_(self.parameters.temperature)
+        for mine, theirs in zip(self.filters, self.parameters.filters, strict=True):
+            mine.copy_(theirs)
 
 
 @REGISTRY.replaces_on_runner(
@@ -155,7 +141,7 @@ def sample_draft(
         logits,
         temperature,
         seeds[slots],
-        kept.first_draw[slots] + draft_step,
+        first_draw(kept.req_states.total_len.gpu[slots].long()) + draft_step,
         thresholds=thresholds,
         positions=sample_src_positions,
     )
