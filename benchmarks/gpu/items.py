@@ -76,7 +76,7 @@ ITEMS = (
     ),
     Item("boot", "vLLM imports, its V2 runner decodes with CUDA graphs, plain and with a cascade"),
     Item("same_text", "engines: greedy text, equal models, eager and captured, no host sync"),
-    Item("levels", "greedy text of every kind of level and key of the V2 runner"),
+    Item("levels", "greedy text of most kinds of levels and keys of the V2 runner"),
     Item(
         "defaults",
         "engines without any argument serve: no host sync, nothing compiled later",

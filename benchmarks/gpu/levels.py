@@ -1,4 +1,4 @@
-"""Every kind of level and key of the V2 runner: greedy text of the tiny family, in float32.
+"""Most kinds of levels and keys of the V2 runner: greedy text of the tiny family, in float32.
 
 What `same_text` checks of cascades of models. Lookups find what the texts repeat, and the store
 holds texts of the family's kind; a configuration that drafts nothing fails.
@@ -38,7 +38,9 @@ def configurations(family: dict[str, str], store: str) -> dict[str, dict[str, An
         "sources next to a model": engines.cascade(5, {"sources": [*lookups, mid]}),
         "branches": engines.cascade(3, {"sources": lookups, "branches": 3}, adaptive=False),
         "branches of a model": engines.cascade(4, {"model": family["mid"], "branches": 3}),
-        "branches, adaptive": engines.cascade(4, {"sources": lookups, "branches": 2}),
+        "branches, adaptive": engines.cascade(
+            4, {"sources": lookups, "branches": 2}, adaptive=True
+        ),
         "entropy": engines.cascade(6, {**small, **unsure}, {**mid, **unsure}),
         "horizontal": engines.cascade(6, small, mid, horizontal_tokens=2),
         "unverified": engines.cascade(6, small, {**mid, "verifier": "none"}),

@@ -86,6 +86,15 @@ def test_a_graph_measures_the_confidences_that_the_program_measures(captured):
         assert found.equal(plain.drafter.draft_token_confidence_probs) and len(found.unique()) > 2
 
 
+def test_a_dummy_step_that_vllm_times_is_a_proposal(captured):
+    """Its manager of adaptive verification weighs what drafting costs."""
+    graphed = captured(runner(adapts=True), sizes=(2, 4))
+    batch = SimpleNamespace(num_reqs=3)
+    graphed.drafter.propose(batch, {}, {}, None, None, None, None, dummy_run=True)
+    assert [graph.replays for graph in RecordedGraph.made] == [1, 0]
+    assert not graphed.drafter.state.counts.any()
+
+
 def test_every_draft_length_has_its_graphs(captured):
     """As the scheduler chooses them; a length of vLLM's warm-up takes the longest program."""
     adaptive = {"length": 4, "adaptive": True}

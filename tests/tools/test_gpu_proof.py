@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,6 +122,12 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["prove", "--output", str(tmp_path)])
     assert prove.main() == 1
     assert "No CUDA device" in capsys.readouterr().err
+
+
+def test_commands_of_the_page_have_time_for_an_item():
+    page = (REPOSITORY / "docs" / "gpu-proof.md").read_text()
+    limits = [int(seconds) for seconds in re.findall(r"--seconds (\d+)", page)]
+    assert limits and min(limits) >= max(item.limit for item in ITEMS) + prove.GRACE
 
 
 def test_every_item_fits_a_command_twice():

@@ -222,7 +222,8 @@ class BaseSpeculator(StandaloneARSpeculator):
         if self.head is not None:
             self.head.take_states(input_batch, last_hidden_states, aux_hidden_states)
         if dummy_run:
-            self._ingest(*computed, with_logits=True)
+            if not self._replays_padding(input_batch.num_reqs):
+                self._ingest(*computed, with_logits=True)
             return self.draft_tokens[: input_batch.num_reqs]
         if self.thresholds is not None:
             observe_target(
@@ -233,6 +234,10 @@ class BaseSpeculator(StandaloneARSpeculator):
                 num_rejected=num_rejected,
             )
         return self._propose(computed, num_sampled, num_rejected, num_speculative_tokens)
+
+    def _replays_padding(self, count: int) -> bool:
+        """Whether a dummy step ran a whole proposal, which vLLM then times."""
+        return False
 
     def _propose(self, computed, num_sampled, num_rejected, num_speculative_tokens) -> torch.Tensor:
         """Draft after a step: its batch, attention metadata and slot mappings, and its verdict."""

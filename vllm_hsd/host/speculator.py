@@ -128,6 +128,20 @@ class CascadeSpeculator(BaseSpeculator):
         self.state.counts.copy_(counts)
         return True
 
+    def _replays_padding(self, count: int) -> bool:
+        proposal = Proposal(self.state.longest)
+        size = None if self.graphs is None else self.graphs.size_for(count, proposal)
+        if self.confidence is None or self.graphs is None or size is None:
+            return False
+        self.seq_lens_bound = torch.full((size,), self.max_model_len, dtype=torch.int32)
+        none = self.idx_mapping[:0].int()
+        self._stage(self.state.bucket(size), self.program.schedule, none, none)
+        for level in self.hosted:
+            if level is not None:
+                level.prepare_replay()
+        self.graphs.replay(size, proposal)
+        return True
+
     def _next_proposal(self, length: int | None) -> Proposal:
         """For so many tokens; the longest for lengths that only vLLM's warm-up requests."""
         if self.several is not None:
