@@ -32,6 +32,21 @@ def test_a_cascade_passes(text_family, verify, capsys):
     assert found["greedy"] == {"bound": 1e-4, "differences": [], "passed": True}
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--temperatures", "0.7", "--workload", "adapters"], "nothing was tested"),
+        (["--temperatures", "0", "--workload", "steady"], "no greedy text has drafts in it"),
+    ],
+)
+def test_a_run_that_shows_nothing_is_no_pass(text_family, verify, options, reason):
+    """There is no adapter; and a lookup of longer matches than there are."""
+    levels = [{"ngram": {"min": 60, "max": 60}}]
+    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels}
+    status, found = verify(text_family.target, config, *options, "--tokens", "256")
+    assert status == NOT_ENOUGH and reason in found["verdict"]
+
+
 LOOKUP = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
 OFFERED = {
     "a cascade's lookup": {"method": "hsd", "levels": [{"ngram": {"max": 3}}], "adaptive": False},

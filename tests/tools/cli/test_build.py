@@ -39,6 +39,7 @@ def test_store_from_texts_and_records(tmp_path, corpus, capsys):
         {"choices": [{"message": {"content": "return"}}, {"text": "a + b"}]},
         {"messages": [{"role": "user", "content": "no"}, {"role": "assistant", "content": "def"}]},
         {"text": "def add"},
+        {"choices": [{"message": {"content": None, "tool_calls": [{"id": "1"}]}}]},
     )
     with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
         file.write(json.dumps({"token_ids": [7, 7, 7]}) + "\n\n")
@@ -91,6 +92,8 @@ HEADS = ["exit-heads", "--target", TARGET, "--layers"]
         (["store", "--target", TARGET, "--chats=-1", "CORPUS"], "--chats is -1: it must be 0 to"),
         (["store", "--target", TARGET, "--chats", "2"], "--chats: the target has no chat templ"),
         (["store", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
+        (["store", "--target", TARGET, "CORPUS", "-o", "CORPUS"], "would write over a text"),
+        ([*HEADS, "2", "CORPUS", "-o", "BINARY"], "binary' is no directory to write to"),
         ([*HEADS, "99", "CORPUS"], "layers: 99 is not between 0 and"),
         ([*HEADS, "2", "EMPTY"], "the texts have 1 tokens, too few"),
         ([*HEADS, "2", "CORPUS", "--steps=0"], "--steps is 0: it must be at least 1"),

@@ -34,6 +34,7 @@ def fails(capsys, *arguments):
         (["--batch-sizes", 3], "batch size 3 was not measured"),
         (["--batch-sizes", 0], "--batch-sizes has 0"),
         (["-o", "nowhere/cascade.json"], "no directory 'nowhere'"),
+        (["-o", "./profile.json"], "would write over the profile"),
     ],
 )
 def test_impossible_constraints(profile, tmp_path, capsys, monkeypatch, arguments, message):
@@ -72,6 +73,10 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(profile, tmp_pat
         (["--target", "T", "--models", "A", "--seed", -1], "--seed is -1"),
         (["--target", "T", "--models", "A", "--device", "abacus"], "--device 'abacus'"),
         (["--target", "T", "--models", "A", "--engine-args", "{"], "--engine-args is not JSON"),
+        (
+            ["--target", "T", "--models", "A", "--engine-args", '{"speculative_config": {}}'],
+            "must not hold speculative_config",
+        ),
         (["--target", "T", "--models", "A", "-o", "x/p.json"], "no directory 'x'"),
         (["--target", "T", "--models", "A", "-o", "p.safetensors"], "names the JSON file"),
         (

@@ -146,6 +146,16 @@ def test_a_published_head_without_norms_and_with_its_own_embedding(head, models,
     assert found.head.draft_tokens.equal(drafter.head.draft_tokens)
 
 
+def test_layers_are_those_that_vllm_reads_in_the_order_in_which_they_run(head, models, tmp_path):
+    shutil.copytree(head, tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    layers = config.pop("eagle_aux_hidden_state_layer_ids", None) or [2, 1, 0]
+    nested = {"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "layer_ids": layers[::-1]}
+    path.write_text(json.dumps({**config, "eagle_config": nested}))
+    assert list(load_head(tmp_path / "head", models.target).shape.layers) == sorted({*layers})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -16,7 +16,8 @@ def test_json_lines(tmp_path):
     messages = [{"role": "user", "content": "third"}]
     # A separator that str.splitlines knows and JSON does not.
     raw = "raw\u2028text"
-    lines = [{"turns": ["first", "second"]}, {"prompt": raw}, {"messages": messages}]
+    system = {"role": "system", "content": "Be brief."}
+    lines = [{"turns": ["first", "second"]}, {"prompt": raw}, {"messages": [system, *messages]}]
     path.write_text("\n".join(json.dumps(each, ensure_ascii=False) for each in lines) + "\n\n")
     assert read_prompts(path) == [[{"role": "user", "content": "first"}], raw, messages]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,8 @@ def build_store(given: argparse.Namespace) -> int:
     directory = Path(given.output).parent
     if not directory.absolute().is_dir():
         raise UserError(f"--output: no directory {quoted(str(directory))} to write to; make it.")
+    if Path(given.output).resolve() in {Path(path).resolve() for path in given.texts}:
+        raise UserError("--output would write over a text: name another file.")
     # Without chats the target may be a tokenizer alone.
     tokenizer = _tokenizer(given.target)
 
@@ -111,6 +114,10 @@ def build_exit_heads(given: argparse.Namespace) -> int:
 
     if given.steps < 1:
         raise UserError(f"--steps is {given.steps}: it must be at least 1.")
+    output = Path(given.output).absolute()
+    there = next(path for path in (output, *output.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"--output: {quoted(str(there))} is no directory to write to.")
     tokenizer = _tokenizer(given.target)
     tokens = np.concatenate([ids for path in given.texts for ids in _document(path, tokenizer)])
     try:

@@ -13,8 +13,8 @@ from vllm_hsd.tools.cli import advise, bench, build, doctor, plan, verify, watch
 EPILOG = """\
 exit status:
   0    done
-  1    `doctor` found a problem, a configuration of `bench` could not run, or `verify` found
-       that a configuration is not lossless
+  1    `doctor` found a problem, a configuration of `bench` could not run or changed greedy
+       text, or `verify` found that a configuration is not lossless
   2    wrong arguments or input; one line on stderr says which and what to do
   3    `verify` found nothing, but too little was drafted to call that a pass
   130  interrupted

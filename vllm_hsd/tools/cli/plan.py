@@ -173,6 +173,8 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
     longest, ngram = arguments.max_draft_tokens, arguments.ngram
     if not 1 <= longest <= MAX_DRAFT_TOKENS:
         raise UserError(f"--max-draft-tokens is {longest}: give 1 to {MAX_DRAFT_TOKENS}.")
+    if "speculative_config" in json_object(arguments.engine_args, "--engine-args"):
+        raise UserError("--engine-args must not hold speculative_config: the target runs without.")
     if arguments.num_prompts < 1:
         raise UserError(f"--num-prompts is {arguments.num_prompts}: give at least 1.")
     if min(arguments.batch_sizes) < 1:
@@ -216,6 +218,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     """Choose a cascade per batch size, explain it, write it, and print how to serve with it."""
     profile = load_profile(arguments.profile)
     _check_directory(arguments.output)
+    read = {path.resolve() for path in (arguments.profile, tables_file(arguments.profile))}
+    if arguments.output.resolve() in read:
+        raise UserError("--output would write over the profile: name another file.")
     console, messages = Console(), Console(stderr=True, soft_wrap=True)
     for warning in (*environment_warnings(profile), *measurement_warnings(profile)):
         messages.print(f"warning: {warning}", style="yellow")

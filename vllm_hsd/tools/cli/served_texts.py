@@ -88,13 +88,14 @@ def _outputs(record: Any) -> list[str | list[int]]:
     found: list[Any]
     if "choices" in record:
         choices = record["choices"] if isinstance(record["choices"], list) else [None]
-        found = [_content(choice) for choice in choices]
+        found = [_content(choice) for choice in choices if not _calls_a_tool(choice)]
     elif "messages" in record:
         turns = record["messages"] if isinstance(record["messages"], list) else [None]
         chat = [turn for turn in turns if isinstance(turn, dict)]
         if len(chat) < len(turns):
             raise ValueError("'messages' must be a list of turns")
-        found = [turn.get("content") for turn in chat if turn.get("role") == "assistant"]
+        answers = (turn for turn in chat if turn.get("role") == "assistant")
+        found = [turn.get("content") for turn in answers if not _calls_a_tool(turn)]
     elif "text" in record:
         found = [record["text"]]
     else:
@@ -104,6 +105,12 @@ def _outputs(record: Any) -> list[str | list[int]]:
     if not all(isinstance(text, str) for text in found):
         raise ValueError("holds an output that is not text")
     return found
+
+
+def _calls_a_tool(choice: Any) -> bool:
+    """Whether a choice or a turn is a call of tools without a text."""
+    message = choice.get("message", choice) if isinstance(choice, dict) else {}
+    return isinstance(message, dict) and bool(message.get("tool_calls")) and not message["content"]
 
 
 def _content(choice: Any) -> Any:

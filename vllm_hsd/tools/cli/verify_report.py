@@ -129,7 +129,12 @@ class Outcome:
 
     @property
     def too_little_drafted(self) -> str | None:
-        """Why the sampled text cannot show what a run promises; None where it can."""
+        """Why the text cannot show what a run promises; None where it can."""
+        compared = self.seeded or any(each.compared for each in self.served)
+        if not (self.checks or compared or self.verification.servers):
+            answers = self.greedy_results.generations.items()
+            if not sum(found.drafted for job, found in answers if job.config):
+                return "no greedy text has drafts in it" if answers else "nothing was tested"
         empty = [each.name for each in self.served if not each.drawn.num_offered]
         if empty and self.verification.settings:
             return f"no draft reached a place of {', '.join(empty)}"
@@ -313,13 +318,13 @@ def verdict(outcome: Outcome) -> str:
     if reasons:
         more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
         return f"NOT LOSSLESS. {'; '.join(reasons)}{more}."
-    if not outcome.checks:
-        return "PASSED."
     if (reason := outcome.too_little_drafted) is not None:
         return (
             f"NOT ENOUGH WAS DRAFTED, so this is no pass: no deviation was found, but {reason}. "
             "Give more --tokens, or drafts that are longer or more often accepted."
         )
+    if not outcome.checks:
+        return "PASSED."
     significance = ERROR_PROBABILITY / len(outcome.checks)
     steady = [check for check in outcome.checks if check.setting in outcome.texts.names]
     if not steady:

@@ -71,6 +71,8 @@ def command(arguments: argparse.Namespace) -> int:
         given = (arguments.model, arguments.speculative_config, arguments.url, arguments.plain_url)
         if any(given):
             raise UserError("--self-test has models of its own: leave out --model and the rest.")
+        if arguments.tokens < ANSWER_TOKENS:
+            raise UserError(f"--tokens must be at least {ANSWER_TOKENS}, one answer.")
         bench.prepare_output(arguments.output)
         results = self_test.run(arguments.output, arguments.tokens, progress)
         print(verify_report.self_test_page(results))

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_hsd.cascade.level import LookupLevel
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.models import ModelSet, probabilities
@@ -245,7 +244,7 @@ def scored_texts(
             log_probs[i] = by_start[i][:, 0, : tokens.shape[1]]
     offered, accepted = {}, {}
     for i in set(models.lookups) & set(meeting):
-        if not isinstance(lookup := models.models[i], LookupLevel):
+        if isinstance(lookup := models.models[i], LookupChoice):
             continue
         found = np.zeros((2, *tokens.shape), dtype=np.int64)
         for row, end in enumerate(lengths):

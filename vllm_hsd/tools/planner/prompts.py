@@ -34,8 +34,8 @@ def read_requests(path: str | Path) -> list[tuple[Prompt, dict[str, Any]]]:
 
     A public set is fetched; prompts whose text its source keeps are left out, which is said. A
     file named `*.jsonl` holds one JSON object per line: `prompt` is raw text; of `turns` and of
-    `messages` the first is taken as a chat message, since later turns depend on answers. Any other
-    file is plain text with prompts separated by blank lines.
+    `messages` the user's first is taken as a chat message, since later turns depend on answers.
+    Any other file is plain text with prompts separated by blank lines.
 
     Returns:
         each prompt with the arguments of SAMPLING that its line holds.
@@ -79,7 +79,8 @@ def _request(where: str, entry: Any) -> tuple[Prompt, dict[str, Any]]:
         if isinstance(prompt, str) and prompt.strip():
             return prompt, sampling
         if turns is None and isinstance(entry.get("messages"), list):
-            turns = [m.get("content") if isinstance(m, dict) else None for m in entry["messages"]]
+            said = (each for each in entry["messages"] if isinstance(each, dict))
+            turns = [each.get("content") for each in said if each.get("role", "user") == "user"]
         if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
             return [{"role": "user", "content": turns[0]}], sampling
     raise UserError(

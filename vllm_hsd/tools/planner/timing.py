@@ -39,6 +39,8 @@ PASSES = 4
 PAUSE = 2
 # Token counts seen less often than this are left to interpolation.
 SEEN = 3
+# Standard errors by which a pass over more tokens has to be the faster one.
+FALL = 3
 
 Recording = dict[str, Any]
 # A level of the engine, and numbers of those of its sources that draft; None for all.
@@ -251,13 +253,17 @@ class Timing:
 
     def _table(self, longest: int, samples: Iterable[tuple[int, int, float]]) -> LatencyTable:
         """Samples (batch, tokens of the whole batch, ms) as a table for 1..longest tokens each."""
-        grid = [n for n in (1, *(length + 1 for length in LENGTHS)) if n < longest] + [longest]
         found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for batch, tokens, ms in samples:
             found[batch][round(tokens / batch)].append(ms)
+        seen = {
+            batch: {n: ms for n, ms in found[batch].items() if len(ms) >= SEEN}
+            for batch in self.task.batch_sizes
+        }
+        met = (n for by_tokens in seen.values() for n in by_tokens if n < longest)
+        grid = sorted({1, *met, longest})
         rows, spread = [], []
-        for batch in self.task.batch_sizes:
-            by_tokens = {n: ms for n, ms in found[batch].items() if len(ms) >= SEEN}
+        for batch, by_tokens in seen.items():
             if not by_tokens:
                 raise UserError(
                     f"no step of batch size {batch} was seen while timing, so the prompts do not "
@@ -265,16 +271,30 @@ class Timing:
                 )
             xs = sorted(by_tokens)
             # Means, since totals add up from them, without pauses of more than PAUSE medians.
-            times = [np.array(by_tokens[n]) for n in xs]
-            means = [float(ms[ms <= PAUSE * np.median(ms)].mean()) for ms in times]
-            # More tokens never take less time; what noise says otherwise is averaged out.
-            means = isotonic_regression(means, weights=[len(by_tokens[n]) for n in xs]).x
+            times = [
+                ms[ms <= PAUSE * np.median(ms)] for ms in map(np.array, map(by_tokens.get, xs))
+            ]
+            means = _rising_but_for_real_falls(times).tolist()
             widths = [np.subtract(*np.quantile(by_tokens[n], (0.75, 0.25))) / 2 for n in xs]
             rows.append([round(max(interpolated(xs, means, n), 1e-6), 6) for n in grid])
             spread.append([round(float(np.interp(n, xs, widths)), 6) for n in grid])
         return LatencyTable(
             batch_sizes=list(self.task.batch_sizes), tokens=grid, ms=rows, spread=spread
         )
+
+
+def _rising_but_for_real_falls(times: Sequence[np.ndarray]) -> np.ndarray:
+    """Means of the samples at ascending token counts, without falls that may be noise.
+
+    Some products of matrices take longer over one or two rows than over three; what is no more than
+    FALL standard errors is averaged out.
+    """
+    means, sizes = np.array([ms.mean() for ms in times]), np.array([len(ms) for ms in times])
+    variances = np.array([ms.var(ddof=1) for ms in times]) / sizes
+    errors = np.sqrt(variances[1:] + variances[:-1])
+    falls = np.flatnonzero(np.diff(means) < -FALL * errors) + 1
+    parts = zip(np.split(means, falls), np.split(sizes, falls), strict=True)
+    return np.concatenate([isotonic_regression(part, weights=own).x for part, own in parts])
 
 
 def _load(recordings: Sequence[Recording], plain: Sequence[Recording]) -> MachineLoad:
