@@ -199,7 +199,9 @@ def place_kernel(
     place = request * query + lane
     # Rows past the draft of a request repeat its last token; nothing is kept of them.
     known = tl.minimum(index, text_end - 1)
-    token = tl.load(window_ptr + request * window_stride + known, mask=fed, other=0)
+    # A pass as long as another request needs may begin before the window: nothing to write.
+    inside = fed & (index >= 0)
+    token = tl.load(window_ptr + request * window_stride + known, mask=inside, other=0)
     if group == 0:
         tl.store(input_ids_ptr + place, tl.maximum(token, 0), mask=fed)
         tl.store(positions_ptr + place, position, mask=fed)
@@ -217,7 +219,7 @@ def place_kernel(
             drafted = tl.load(drafted_ptr + own)
             has_room = drafted < tl.load(requested_ptr + own)
             tl.store(origin_ptr + request, tl.where(has_room, drafted, -1))
-    written = fed & running & (slot >= 0) & (base + index <= limit)
+    written = inside & running & (slot >= 0) & (base + index <= limit)
     if not COMMITTED_TOO:
         written = written & (index >= WINDOW - 1)
     where = place_in_cache(

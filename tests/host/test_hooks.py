@@ -3,11 +3,15 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.engines import configuration_errors
+from vllm import SamplingParams
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.host import registry
+from vllm_hsd.host.engine_hooks import validate_spec_decode
 from vllm_hsd.host.hooks import HOOKS, REGISTRY
 from vllm_hsd.host.registry import TESTED, installed_release
 from vllm_hsd.tools.cli import doctor
@@ -29,6 +33,17 @@ def test_the_installed_release_is_tested():
     assert installed_release() in TESTED
     assert REGISTRY.faults() == []
     assert all(hook.why and hook.tested == TESTED for hook in HOOKS.values())
+
+
+def test_a_seed_is_refused_where_one_of_n_answers_would_have_too_large_a_one():
+    served, most = SimpleNamespace(hsd_applies_min_p=True), 2**63 - 1
+    asked = []
+    for seed, n in ((most, 1), (most - 1, 2), (None, 3)):
+        given = SamplingParams(seed=seed, n=n)
+        validate_spec_decode(lambda *each: asked.append(each), given, served)
+    assert len(asked) == 3
+    with pytest.raises(UserError, match=r"seed is 9223372036854775807: .* the i-th of which"):
+        validate_spec_decode(asked.append, SamplingParams(seed=most, n=2), served)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Whatever levels take part, step after step; caches are those of the levels alone.
 """
 
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,8 @@ from support.programs import PROMPT, Engine, reference_steps
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.host.host_program import HostProgram
+from vllm_hsd.host.host_speculator import HostSpeculator
+from vllm_hsd.host.level_caches import LevelCaches
 
 # A level that is left out passes rows on, which are read at its temperature.
 ONE_SCALE = torch.ones(3)
@@ -150,6 +153,51 @@ def looked_up(state) -> None:
         places = torch.arange(start, start + count, dtype=torch.int32)
         state.window[b, start : start + count] = (7 * places + b) % 3
         state.end[b], state.drafted[0, b] = start + count, count
+
+
+def test_drafts_are_counted_for_the_level_that_drew_them():
+    """Not for the one between it and the verifier, which was left out."""
+    engine = Engine((3, 3, 9), host=True, seed=4)
+    engine.scales = ONE_SCALE
+    engine.propose(selection=StepLevels((0, 2), (3, 9)))
+    lowest, left_out, _ = engine.state.counts.tolist()
+    assert min(lowest[:3]) > 0 and not any(left_out)
+
+
+def test_a_block_that_changes_hands_in_a_step_holds_nothing_of_its_next_owner():
+    """The second request hits a block that the first one is to fill in the same step."""
+    table = SimpleNamespace(gpu=torch.tensor([[1, 2], [1, 3]]))
+    tables = SimpleNamespace(block_sizes=[16], block_tables=[table])
+    caches = LevelCaches(SimpleNamespace(block_tables=tables), [object()], 2)
+    caches.blocks.filled = np.ones((1, 4), dtype=bool)
+    batch = SimpleNamespace(
+        num_reqs=2,
+        idx_mapping_np=np.arange(2),
+        num_computed_tokens_np=np.array([0, 16]),
+        num_scheduled_tokens=np.array([20, 4]),
+    )
+    caches.step_began(batch, np.ones(2, dtype=bool))
+    assert not caches.computed.any()
+
+
+def test_a_step_without_drafts_has_no_branches_of_the_last_one():
+    served = mock.Mock(head=None, budget=None, buckets={1: mock.Mock()}, state=mock.Mock(batch=4))
+    batch = mock.Mock(num_reqs=1, idx_mapping_np=np.zeros(1, dtype=np.int64))
+    for drafts in (True, False):
+        served.program.drafts = np.array([drafts])
+        HostSpeculator._propose(served, (batch,), None, None, 3)
+        assert served.branches.none.called is not drafts
+
+
+def test_drafts_that_no_step_has_verified_teach_nothing():
+    """A request that sat out the step after its proposal: its list is fed, and not looked at."""
+    state = SimpleNamespace(row_of_slot=torch.tensor([-1, 0]))
+    served = mock.Mock(state=state, forced=np.zeros(2, dtype=np.int64), branches=None)
+    served.program.chosen, served.parameters.entered = None, np.zeros(2, dtype=bool)
+    served.budget.awaits_verdict = np.ones(2, dtype=bool)
+    batch = mock.Mock()
+    HostSpeculator._take_in(served, batch, np.arange(2), torch.ones(2), torch.ones(2))
+    assert served.budget.awaits_verdict.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("lookup", [looked_up, None], ids=["lookup", "model"])

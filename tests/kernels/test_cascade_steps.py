@@ -17,6 +17,7 @@ from support.proposal_states import (
 from support.proposal_walk import walk
 
 from vllm_hsd.cascade import cascade_steps, lookups
+from vllm_hsd.cascade.schedule import Draft
 
 
 @pytest.mark.every_kernel
@@ -80,6 +81,24 @@ def test_no_entry_is_written_past_a_row_of_the_block_table():
         cut = state.slot_mapping[g, :fed]
         assert (cut[~inside] == -1).all() and ((cut >= 0) == (inside & (whole[g] >= 0))).all()
     assert (whole[0] >= 0).sum() > (state.slot_mapping[0, :fed] >= 0).sum()
+
+
+def test_a_pass_that_begins_before_the_window_writes_nothing_there():
+    """As long as another request of its batch needs."""
+    schedule = schedule_of(3, 8)
+    op = max((op for op in schedule.ops if isinstance(op, Draft)), key=lambda op: op.query_length)
+    state = GuardedState(schedule, 5).state
+    tensors = runner_tensors(0, 5, schedule.window) | {"scales": torch.ones(2)}
+    cascade_steps.stage(state, schedule, **tensors)
+    groups, tables = block_tables(0)
+    before = op.query_length - 1
+    state.end.fill_(op.query_length - before)
+    expected = copied(state)
+    cascade_steps.place(state, schedule, op, groups, MAX_MODEL_LEN)
+    step_reference.place(expected, schedule, op, groups, MAX_MODEL_LEN, tables=tables)
+    assert_equal_states(state, expected)
+    fed = state.slot_mapping[:, : 5 * op.query_length].view(len(tables), 5, -1)
+    assert before > 0 and (fed[..., :before] == -1).all() and (fed[..., before:] >= 0).any()
 
 
 @pytest.mark.every_kernel

@@ -69,7 +69,7 @@ def _plan(self: DraftBudget, slots: np.ndarray, *_) -> Plan:
     bits = zlib.crc32(str(self.calls).encode())
     tokens = np.arange(len(slots) * self.goodput[-1].widest + 1)
     price = (0.0, 0.05, 0.3, 1.0)[bits % 4] * tokens
-    further = (0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], 0.1
+    further = (0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], np.full(1, 0.1)
     return Plan(price, _selection(self, slots, bits >> 4), further, 1e9)
 
 

@@ -81,10 +81,11 @@ def place(state, schedule, op, groups, max_model_len, *, committed_too=True, lan
             index = end - q + i
             position = base + index
             at = b * q + i
-            token = max(int(state.window[b, min(index, int(state.end[b]) - 1)]), 0)
+            known = min(index, int(state.end[b]) - 1)
+            token = max(int(state.window[b, known]), 0) if index >= 0 else 0
             state.input_ids[at] = token
-            state.positions[at] = min(position, max_model_len - 1)
-            written = running and position <= int(state.limit[b])
+            state.positions[at] = min(max(position, 0), max_model_len - 1)
+            written = running and index >= 0 and position <= int(state.limit[b])
             written = written and (committed_too or index >= schedule.window - 1)
             for g, table in enumerate(tables):
                 block, offset = divmod(position, int(groups.block_sizes[g]))

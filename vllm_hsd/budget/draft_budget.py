@@ -41,13 +41,13 @@ class Plan:
             accepted tokens; what is more than M costs as much.
         selection: levels and draft lengths.
         further: in accepted tokens, a further pass of the model that drafts for the target, of all
-            requests, and each token that it adds.
+            requests, and [longest] by the tokens of a draft each one that it adds.
         gained: by the search for the offer, in accepted tokens above the price of verifying them.
     """
 
     verify: np.ndarray
     selection: StepLevels = NOTHING
-    further: tuple[float, float] = (0.0, 0.0)
+    further: tuple[float, np.ndarray] = (0.0, np.zeros(1))
     gained: float = 0.0
 
 
@@ -146,7 +146,7 @@ class DraftBudget:
         if verify[1] >= FORBIDDEN:
             return Plan(verify)
         size, target = len(slots), self.target
-        token = float(verify[size]) / size
+        token = further_tokens(verify[::size] / size)
         feeders, seconds = self._cheapest_paths(size, offer, [each / left for each in late])
         gains = [
             self._gain(top, slots, most, verify, rate * seconds[top], offer if top == 0 else None)
@@ -184,7 +184,7 @@ class DraftBudget:
         slots: np.ndarray,
         estimates: np.ndarray,
         drafted: np.ndarray,
-        prices: tuple[float, float],
+        prices: tuple[float, np.ndarray],
     ) -> np.ndarray:
         """bool [n], for which drafts of a model for the target a further pass is worth its price.
 
@@ -199,7 +199,8 @@ class DraftBudget:
         scale = self.acceptance.scale(row, slots)
         each = self._corrected(row, np.nan_to_num(estimates), scale)
         survival = np.where(places < drafted[:, None], each, 1.0).prod(1)
-        gain = survival * self.acceptance.ahead(row, slots, 1)[:, 0] - prices[1]
+        token = prices[1][np.minimum(drafted, len(prices[1]) - 1)]
+        gain = survival * self.acceptance.ahead(row, slots, 1)[:, 0] - token
         worth: np.ndarray = (gain > 0) & (gain[gain > 0].sum() >= prices[0])
         return worth
 
@@ -365,13 +366,19 @@ class DraftBudget:
         """Learn from drafts that the target has verified; arguments as for `level_verified`."""
         self._learn_acceptance(level, self.target, slots, drafted, estimates, accepted)
 
-    def step_ended(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Learn from the target's step of all requests, [n] each, also of those without drafts."""
+    def step_ended(
+        self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, followed: int = 0
+    ) -> None:
+        """Learn from the target's step of all requests, [n] each, also of those without drafts.
+
+        Args:
+            followed: tokens that requests got along branches.
+        """
         own = self.waiting[slots]
         self.waiting[slots] = False
         if own.any():
             passed = int((drafted + self.branch_tokens[slots])[own].sum())
-            emitted = int((accepted + 1).sum())
+            emitted = int((accepted + 1).sum()) + followed
             self.goodput[-1].learn(len(slots), passed, emitted, self.drafting_seconds)
 
     def searched(self, size: int, seconds: float, gained: float) -> None:
@@ -400,6 +407,22 @@ class DraftBudget:
         given = np.where(np.isnan(given), PRIOR_ACCEPTANCE, given)
         expected = self.acceptance.corrected(row, given, np.arange(width))
         self.acceptance.observe(row, slots, given, expected, drafted, accepted)
+
+
+def further_tokens(verify: np.ndarray) -> np.ndarray:
+    """[N] by the tokens of a draft what one more of it costs: as much as the first one.
+
+    Where a pass over more tokens takes less time, as much as each of those up to the cheapest end.
+
+    Args:
+        verify: [N + 1] that the target reads so many tokens of a request, see `Plan`.
+    """
+    found = np.full(len(verify) - 1, verify[1])
+    known = verify[verify < FORBIDDEN]
+    if (np.diff(known) < 0).any():
+        for n in range(len(known) - 1):
+            found[n] = ((known[n + 1 :] - known[n]) / np.arange(1, len(known) - n)).min()
+    return found
 
 
 def cut(survival: np.ndarray, verify: np.ndarray, fill: float = 1.0) -> tuple[float, float]:

@@ -45,8 +45,9 @@ class Goodput:
     def prices(self, drafting: int, size: int) -> np.ndarray:
         """[M + 1] float64 tokens that it costs to verify m tokens of `drafting` of `size` requests.
 
-        Never falling. All cost `FORBIDDEN` where the time without drafts is to be measured, and
-        those that make a pass more than twice as large as any seen: its time would be a guess.
+        Below 0 where a pass over more takes less time. All cost `FORBIDDEN` where the time without
+        drafts is to be measured, and those that make a pass more than twice as large as any seen:
+        its time would be a guess.
         """
         more = np.arange(drafting * self.widest + 1)
         if self._wants_plain_step(size):
@@ -70,10 +71,6 @@ class Goodput:
         at = self.times.nearest(size)
         self.emitted[at] = MEMORY * self.emitted[at] + emitted / size
         self.spent[at] = MEMORY * self.spent[at] + (verified + seconds) / plain
-
-    def add(self, size: int, tokens: int) -> None:
-        """Count tokens that `size` requests got next to those that `learn` is told of."""
-        self.emitted[self.times.nearest(size)] += tokens / max(size, 1)
 
     def _wants_plain_step(self, size: int) -> bool:
         """Whether the time of `size` requests without drafts is old, and is measured now.

@@ -17,6 +17,9 @@ _MACHINE_RATE = 0.08
 _SETTLED = 3
 # Observations, at any size, after which what a size has seen weighs half.
 _HALF_LIFE = 35.0
+# A fall of log seconds with more tokens that is no noise: some products of matrices take longer
+# over one or two rows than over three.
+_REAL_FALL = 0.1
 # Tokens of the passes by which levels are timed before there are requests.
 TIMED_AT_START = 1, 1, 64
 
@@ -50,7 +53,7 @@ class StepTimes:
         self.last_seen = [0] * len(self.sizes)
         self.known: list[int] = []
         self.observed = self.largest = 0
-        # What `seconds` reads: the rising curve at the known sizes, and sizes with their seconds.
+        # What `seconds` reads: the pooled curve at the known sizes, and sizes with their seconds.
         self._curve: list[float] | None = None
         self._line: tuple[list[int], np.ndarray] | None = None
 
@@ -97,7 +100,7 @@ class StepTimes:
     @overload
     def seconds(self, tokens: np.ndarray) -> np.ndarray: ...
     def seconds(self, tokens: Any) -> Any:
-        """Seconds of passes over `tokens` tokens (any shape), never falling with more tokens.
+        """Seconds of passes over `tokens` tokens (any shape); a fall with more was seen often.
 
         Between known sizes along a line; above the largest along the line through the
         last two (a size that turns out slower is known after one pass); below the smallest one as
@@ -109,7 +112,7 @@ class StepTimes:
         if self.empty:
             raise ValueError("No forward pass has been seen.")
         if self._curve is None:
-            self._curve = self._rising()
+            self._curve = self._pooled()
         if not isinstance(tokens, np.ndarray):
             return math.exp(self.machine + self._along(self._curve, tokens))
         if self._line is None:
@@ -136,17 +139,22 @@ class StepTimes:
         low, high = curve[right - 1], curve[right]
         return low + math.log1p(share * math.expm1(high - low))
 
-    def _rising(self) -> list[float]:
-        """Log seconds of the known sizes, pooled where they would fall (isotonic regression)."""
+    def _pooled(self) -> list[float]:
+        """Log seconds of the known sizes, without falls by noise (isotonic regression)."""
         curve = self._own_curve()
         if all(low <= high for low, high in pairwise(curve)):
             return curve
         pools: list[tuple[float, float, int]] = []
+        first, before, known_well = 0, math.inf, False
         for size, value in zip(self.known, curve, strict=True):
             age = self.observed - self.last_seen[size]
             weight = self.weight[size] * 0.5 ** (age / _HALF_LIFE)
+            settled = weight >= _SETTLED
+            if settled and known_well and before - value > _REAL_FALL:
+                first = len(pools)
+            before, known_well = value, settled
             pools.append((value, max(weight, 1e-9), 1))
-            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            while len(pools) > first + 1 and pools[-2][0] > pools[-1][0]:
                 above, below = pools.pop(), pools.pop()
                 total = above[1] + below[1]
                 mean = (above[0] * above[1] + below[0] * below[1]) / total

@@ -86,8 +86,10 @@ def reserve_for_branches():
 )
 def validate_spec_decode(original, self, speculative_config):
     applies = getattr(speculative_config, "hsd_applies_min_p", False)
-    if applies and self.seed is not None and not -(2**63) <= self.seed < 2**63:
-        raise UserError(f"seed is {quoted(self.seed)}: give an integer of 64 bits.")
+    # vLLM gives the i-th of n answers seed + i.
+    if applies and self.seed is not None and not -(2**63) <= self.seed <= 2**63 - self.n:
+        each = " for each of the n answers, the i-th of which gets seed + i" * (self.n > 1)
+        raise UserError(f"seed is {quoted(self.seed)}: give an integer of 64 bits{each}.")
     if applies and (self.min_p or self.logit_bias):
         self = copy.copy(self)
         self.min_p, self.logit_bias = 0.0, None

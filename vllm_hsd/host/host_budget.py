@@ -47,7 +47,7 @@ class HostBudget:
         self.awaits_verdict = np.zeros(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = self.searching = 0.0
-        self.further = 0.0, 0.0
+        self.further = 0.0, np.zeros(1)
         self.branches = branches
 
     def step_ended(
@@ -56,11 +56,11 @@ class HostBudget:
         """Take in a step of the target: [n] tokens that requests sampled, and were fed in vain."""
         count = input_batch.num_reqs
         slots, now = input_batch.idx_mapping_np[:count], clock.seconds()
-        accepted = np.maximum(sampled - 1, 0)
+        emitted = accepted = np.maximum(sampled - 1, 0)
         if self.branches is not None:
-            emitted, rejected = accepted, np.full_like(accepted, self.most_tokens)
+            rejected = np.full_like(accepted, self.most_tokens)
             accepted = np.minimum(self.branches.accepted[slots], emitted)
-            self.budget.goodput[-1].add(count, int((emitted - accepted).sum()))
+        followed = int((emitted - accepted).sum())
         # Drafts that were cut, or not verified, say nothing of their other tokens.
         told = self.awaits_verdict[slots] & (sampled > 0)
         drafted = np.where(told, np.minimum(self.lengths[slots], accepted + rejected), 0)
@@ -71,7 +71,7 @@ class HostBudget:
             self.budget.target_verified(top, slots[own], drafted[own], estimates, accepted[own])
         self.awaits_verdict[slots] = False
         ended = sampled > 0
-        self.budget.step_ended(slots[ended], drafted[ended], accepted[ended])
+        self.budget.step_ended(slots[ended], drafted[ended], accepted[ended], followed)
         scheduled = input_batch.num_scheduled_tokens[:count]
         decodes = not input_batch.has_prefill and (sampled > 0).all()
         if decodes and self.drafted is not None and scheduled.max() <= self.most_tokens:

@@ -317,7 +317,12 @@ class HostProgram(Program):
             self.draws[level] += 1 if self.verifiers[level] == "none" else longest + 1
             if self.draws[level] > DRAWS_PER_LENGTH:
                 return
+            passed_on = state.counts[level - 1].clone()
             computed = self._pass(state, level, wants, draw, longest, below=level - 1)
+            if feeder != level - 1:
+                # The kernel counts for the level below, which has only passed the draft on.
+                state.counts[feeder] += state.counts[level - 1] - passed_on
+                state.counts[level - 1] = passed_on
             rounds += 1
             slots = self.slots[wants]
             accepted = state.drafted[level].numpy() - before - 1

@@ -122,7 +122,7 @@ class HostSpeculator(BaseSpeculator):
         count = input_batch.num_reqs
         self._bound_seq_lens(input_batch)
         if self.head is not None:
-            self.head.read(*computed)
+            self.head.read(*computed, num_sampled)
         slots, program = input_batch.idx_mapping_np[:count], self.program
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:
@@ -138,6 +138,9 @@ class HostSpeculator(BaseSpeculator):
         self._stage(state, self.schedule, *inputs, verified=program.selection.top)
         self._limit(state, input_batch, slots)
         program.begin(state)
+        if self.branches is not None and not program.drafts.any():
+            # No lookup runs, and what the last one has found is still there.
+            cast(HostBranches, self.branches).none(state)
         if self.budget is None:
             program.run(state)
         else:
@@ -246,6 +249,8 @@ class HostSpeculator(BaseSpeculator):
             # Before: the slot's last request may have ended with a draft that was never verified.
             for slot in new.tolist():
                 self.budget.forget(slot)
+            # Nobody verifies what was drafted before a step that a request was not in.
+            self.budget.awaits_verdict[slots] &= self.state.row_of_slot.numpy()[slots] >= 0
             sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
             self.budget.step_ended(input_batch, self.program, sampled, rejected)
         self._forget(torch.from_numpy(new.astype(np.int64)))

@@ -48,10 +48,11 @@ class LevelCaches:
         slots = input_batch.idx_mapping_np[:count]
         starts = input_batch.num_computed_tokens_np[:count].astype(np.int64)
         table = self._table()
+        # First: another request of the step may have hit a block that one of them was just given.
+        self.blocks.begin(table[slots], starts, starts + input_batch.num_scheduled_tokens[:count])
         for slot, hit in zip(slots[entered[slots]], starts[entered[slots]], strict=True):
             usable = self.blocks.usable(table[slot], int(hit)) if hit else 0
             self.computed[:, slot] = self.marked[:, slot] = usable
-        self.blocks.begin(table[slots], starts, starts + input_batch.num_scheduled_tokens[:count])
 
     def committed(self, slots: np.ndarray, length: np.ndarray) -> None:
         """Forget what levels have computed after the texts, of [n] slots and tokens."""
