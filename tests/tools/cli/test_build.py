@@ -40,6 +40,7 @@ def test_store_from_texts_and_records(tmp_path, corpus, capsys):
         {"messages": [{"role": "user", "content": "no"}, {"role": "assistant", "content": "def"}]},
         {"text": "def add"},
         {"choices": [{"message": {"content": None, "tool_calls": [{"id": "1"}]}}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
     )
     with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
         file.write(json.dumps({"token_ids": [7, 7, 7]}) + "\n\n")

@@ -110,7 +110,9 @@ def _outputs(record: Any) -> list[str | list[int]]:
 def _calls_a_tool(choice: Any) -> bool:
     """Whether a choice or a turn is a call of tools without a text."""
     message = choice.get("message", choice) if isinstance(choice, dict) else {}
-    return isinstance(message, dict) and bool(message.get("tool_calls")) and not message["content"]
+    if not isinstance(message, dict) or message.get("content"):
+        return False
+    return bool(message.get("tool_calls"))
 
 
 def _content(choice: Any) -> Any:
