@@ -317,9 +317,9 @@ class HostProgram(Program):
             self.draws[level] += 1 if self.verifiers[level] == "none" else longest + 1
             if self.draws[level] > DRAWS_PER_LENGTH:
                 return
-            passed_on = state.counts[level - 1].clone()
+            passed_on = None if feeder == level - 1 else state.counts[level - 1].clone()
             computed = self._pass(state, level, wants, draw, longest, below=level - 1)
-            if feeder != level - 1:
+            if passed_on is not None:
                 # The kernel counts for the level below, which has only passed the draft on.
                 state.counts[feeder] += state.counts[level - 1] - passed_on
                 state.counts[level - 1] = passed_on

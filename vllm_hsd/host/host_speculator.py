@@ -249,7 +249,7 @@ class HostSpeculator(BaseSpeculator):
             # Before: the slot's last request may have ended with a draft that was never verified.
             for slot in new.tolist():
                 self.budget.forget(slot)
-            # Nobody verifies what was drafted before a step that a request was not in.
+            # What was drafted before a step that a request was not in is never verified.
             self.budget.awaits_verdict[slots] &= self.state.row_of_slot.numpy()[slots] >= 0
             sampled, rejected = num_sampled.numpy(), num_rejected.numpy()
             self.budget.step_ended(input_batch, self.program, sampled, rejected)

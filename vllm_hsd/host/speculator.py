@@ -120,27 +120,28 @@ class CascadeSpeculator(BaseSpeculator):
         state = self.shorter.get(proposal.length, self.state).bucket(size)
         inputs = input_batch.idx_mapping, num_sampled
         self._stage(state, self.programs[proposal].schedule, *inputs)
-        for level in self.hosted:
-            if level is not None:
-                level.prepare_replay()
-        assert self.graphs is not None
-        self.graphs.replay(size, proposal)
+        self._replay(size, proposal)
         self.state.counts.copy_(counts)
         return True
 
     def _replays_padding(self, count: int) -> bool:
         proposal = Proposal(self.state.longest)
         size = None if self.graphs is None else self.graphs.size_for(count, proposal)
-        if self.confidence is None or self.graphs is None or size is None:
+        if self.confidence is None or size is None:
             return False
         self.seq_lens_bound = torch.full((size,), self.max_model_len, dtype=torch.int32)
         none = self.idx_mapping[:0].int()
         self._stage(self.state.bucket(size), self.program.schedule, none, none)
+        self._replay(size, proposal)
+        return True
+
+    def _replay(self, size: int, proposal: Proposal) -> None:
+        """Run a captured proposal on what was staged."""
         for level in self.hosted:
             if level is not None:
                 level.prepare_replay()
+        assert self.graphs is not None
         self.graphs.replay(size, proposal)
-        return True
 
     def _next_proposal(self, length: int | None) -> Proposal:
         """For so many tokens; the longest for lengths that only vLLM's warm-up requests."""

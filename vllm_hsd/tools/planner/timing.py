@@ -271,9 +271,8 @@ class Timing:
                 )
             xs = sorted(by_tokens)
             # Means, since totals add up from them, without pauses of more than PAUSE medians.
-            times = [
-                ms[ms <= PAUSE * np.median(ms)] for ms in map(np.array, map(by_tokens.get, xs))
-            ]
+            every = (np.array(by_tokens[n]) for n in xs)
+            times = [ms[ms <= PAUSE * np.median(ms)] for ms in every]
             means = _rising_but_for_real_falls(times).tolist()
             widths = [np.subtract(*np.quantile(by_tokens[n], (0.75, 0.25))) / 2 for n in xs]
             rows.append([round(max(interpolated(xs, means, n), 1e-6), 6) for n in grid])
