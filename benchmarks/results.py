@@ -34,7 +34,6 @@ from vllm_hsd.tools.planner.prompts import prompts_file
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
 TABLE = RESULTS / "results.csv"
 PLACES = 1, 2, 4, 8
-ENGINE = ", 1 thread per engine"
 MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
 FAMILY_INT8 = f"{FAMILY}, 8-bit drafter"
@@ -166,7 +165,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     own = [
         {
             **row,
-            "temperature": f"{float(row['temperature']):g}, {row['machine'].removesuffix(ENGINE)}",
+            "temperature": f"{float(row['temperature']):g}, {row['machine'].rsplit(', ', 1)[0]}",
             "speedup_low": row["ci_low"],
             "speedup_high": row["ci_high"],
         }
