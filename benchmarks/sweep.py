@@ -20,7 +20,7 @@ from vllm_hsd.tools.cli import bench, bench_quality, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.tools.cli.bench_runs import Engines, compare_greedy
 from vllm_hsd.tools.cli.options import progress
-from vllm_hsd.tools.engine import Generation
+from vllm_hsd.tools.engine import EngineProcess, Generation
 from vllm_hsd.tools.machine_load import CpuTimes
 from vllm_hsd.tools.planner.prompts import read_prompts
 from vllm_hsd.tools.planner.public_sets import EAGLE_SETS
@@ -96,6 +96,7 @@ class Sweep:
         self.params = {"max_tokens": comparison.max_tokens, "ignore_eos": ignore_eos}
         self.results = Results(comparison, metadata=bench.describe(comparison, setup))
         self._compared: set[Job] = set()
+        self._last: EngineProcess | None = None
 
     def answer(
         self,
@@ -117,6 +118,10 @@ class Sweep:
         for shift in range(count):
             index = (turn + part + shift) % count
             engine = self.engines.get(index)
+            if engine is not self._last:
+                # The first pass after another engine's is slower, not for those that share one.
+                engine.generate(prompts[:1], {"max_tokens": 2, "ignore_eos": True})
+            self._last = engine
             show = [lambda _, text, i=index: on_text(i, text)] if on_text else []
             before = CpuTimes.now()
             found = engine.generate(prompts, params, *show)

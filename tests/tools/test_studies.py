@@ -1,6 +1,7 @@
 """Studies of the chat model: turns, rows, resuming, figures; without engines."""
 
 import argparse
+import copy
 import csv
 import time
 from contextlib import nullcontext
@@ -27,12 +28,13 @@ class FakeEngines:
 
     Attributes:
         breaks_at: prompt at which the first engine is interrupted.
+        hosts: by configuration, the one whose engine serves it, if not its own.
     """
 
     breaks_at = None
 
     def __init__(self, *_):
-        self.asked = []
+        self.asked, self.hosts, self.loaded = [], {}, {}
 
     def __enter__(self):
         return self
@@ -41,8 +43,9 @@ class FakeEngines:
         pass
 
     def get(self, index):
-        self.index = index
-        return self
+        engine = self.loaded.setdefault(self.hosts.get(index, index), copy.copy(self))
+        engine.index = index
+        return engine
 
     def generate(self, prompts, params, on_text=lambda *_: None):
         if prompts[0] == self.breaks_at:
@@ -75,6 +78,14 @@ def engines_of(configs, tmp_path, prompts=4):
     return Sweep([PLAIN, *configs], comparison, setup, FakeEngines())
 
 
+def test_an_engine_that_goes_on_with_another_configuration_is_warm(tmp_path):
+    engines = engines_of(dict.fromkeys("ab", CONFIG), tmp_path)
+    engines.engines.hosts = {2: 1}
+    (cell,) = Group("g", {}, [0.0]).cells({"s": [0]})
+    engines.answer(cell, 0)
+    assert [index for index, _ in engines.engines.asked] == [0, 0, 1, 1, 2]
+
+
 def test_configurations_answer_in_an_order_that_rotates(tmp_path):
     engines = engines_of(dict.fromkeys("abc", CONFIG), tmp_path)
     (few,) = Group("g", {}, [0.0], [4]).cells({"s": [0, 1]})
@@ -84,7 +95,8 @@ def test_configurations_answer_in_an_order_that_rotates(tmp_path):
     for part in range(3):
         engines.answer(cell, part, turn=1)
     turns = [1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2]
-    assert engines.engines.asked == [(i, 2) for i in turns]
+    # No engine's answer is its first pass after another one's.
+    assert engines.engines.asked == [(i, size) for i in turns for size in (1, 2)]
     rows = engines.rows([cell])
     assert [row["speedup"] for row in rows] == pytest.approx([1, 8 / 7, 8 / 6, 8 / 5])
     assert rows[3]["first_token"] == pytest.approx(5 / 8)
