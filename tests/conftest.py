@@ -3,7 +3,9 @@
 import os
 
 import pytest
-from support import engines, tiny_models
+from support import engines
+
+from vllm_hsd.tools.audit import tiny_models
 
 os.environ.update(engines.ENVIRONMENT)
 

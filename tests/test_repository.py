@@ -13,14 +13,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_hsd"
 
 
-def tracked() -> list[str]:
-    """Paths of the files that git knows."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("needs a checkout")
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout.splitlines()
-
-
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module of the package, `kernels` included."""
     found = {}
@@ -58,30 +50,6 @@ def package(name: str, known: dict[str, Path]) -> str:
     return "modules" if alone or len(parts) == 1 else parts[1]
 
 
-def packages() -> dict[str, set[str]]:
-    """Package -> the other packages that its modules import."""
-    known = modules()
-    graph: dict[str, set[str]] = {}
-    for name, path in known.items():
-        own = package(name, known)
-        used = imported(path) & known.keys() - {PACKAGE.name}
-        graph.setdefault(own, set()).update({package(other, known) for other in used} - {own})
-    return graph
-
-
-def test_no_packages_import_each_other():
-    """But for the keys of a level and what is built from them, and what all may use."""
-    graph = packages()
-    assert {"budget", "cascade", "config", "host", "kernels", "rules", "tools"} <= graph.keys()
-    shared = {"levels", "modules"}
-    TopologicalSorter({own: graph[own] - shared for own in graph.keys() - shared}).prepare()
-
-
-def test_serving_imports_no_tools():
-    graph = packages()
-    assert not [own for own, used in graph.items() if "tools" in used - {own}]
-
-
 def layout() -> dict[str, tuple[set[str], bool]]:
     """Package -> what docs/design.md lets it import: other packages, and whether vLLM."""
     text = (ROOT / "docs" / "design.md").read_text().split("## Layout")[1].split("\n## ")[0]
@@ -92,18 +60,23 @@ def layout() -> dict[str, tuple[set[str], bool]]:
     }
 
 
+def test_no_packages_import_each_other():
+    """But for the keys of a level and what is built from them, and what all may use."""
+    graph, shared = {own: others for own, (others, _) in layout().items()}, {"levels", "modules"}
+    TopologicalSorter({own: graph[own] - shared for own in graph.keys() - shared}).prepare()
+    assert [own for own, others in graph.items() if "tools" in others] == []
+
+
 def test_packages_import_what_the_layout_allows():
-    known, allowed = modules(), layout()
-    wrong = {
-        f"{own} imports {other}"
-        for own, used in packages().items()
-        for other in used - allowed[own][0]
-    }
+    known, allowed, wrong = modules(), layout(), set()
     for name, path in known.items():
-        own = package(name, known)
-        if any(n.split(".")[0] == "vllm" for n in imported(path)) and not allowed[own][1]:
-            wrong.add(f"{own} imports vLLM ({name})")
+        own, used = package(name, known), imported(path)
+        others = {package(other, known) for other in used & known.keys() - {PACKAGE.name}}
+        wrong |= {f"{name} imports {other}" for other in others - {own} - allowed[own][0]}
+        if any(n.split(".")[0] == "vllm" for n in used) and not allowed[own][1]:
+            wrong.add(f"{name} imports vLLM")
     assert not wrong, "docs/design.md (Layout) does not allow it"
+    assert {package(name, known) for name in known} == allowed.keys()
 
 
 def test_no_two_test_files_share_a_name():
@@ -112,11 +85,11 @@ def test_no_two_test_files_share_a_name():
 
 
 def test_documents_that_are_linked_or_named_are_there():
-    files = tracked()
-    missing = []
-    for name in files:
-        if not name.endswith(".md"):
-            continue
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout")
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    files, missing = done.stdout.splitlines(), []
+    for name in (file for file in files if file.endswith(".md")):
         text = (ROOT / name).read_text()
         for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
             if not link.startswith("http") and not ((ROOT / name).parent / link).exists():

@@ -1,8 +1,4 @@
-"""The one rule on simulated serving, and its parts.
-
-Times are counted by the simulation, so no test depends on the clock. Fixed seeds; the margins hold
-the noise of these numbers of steps.
-"""
+"""The one rule on simulated serving, and its parts; time is counted, not measured."""
 
 import numpy as np
 import pytest
@@ -31,21 +27,14 @@ def model(target, rate, share: float, **settings) -> Drafter:
     return Drafter(rate, lambda n: share * target(1) * (1 + 0.02 * (n - 1)), **settings)
 
 
-def lookup(rate=0.85, found=0.6) -> Guess:
-    return Guess(rate, found)
-
-
 # What there is, and the fixed lengths of it that it is compared with.
 SCENARIOS = {
-    "lookup": (lambda target: [lookup()], [(2,), (8,)]),
-    "rare lookup": (lambda target: [lookup(0.3, 0.3)], [(2,)]),
+    "lookup": (lambda target: [Guess(0.85, 0.6)], [(2,), (8,)]),
+    "rare lookup": (lambda target: [Guess(0.3, 0.3)], [(2,)]),
     "cheap model": (lambda target: [model(target, 0.8, 0.1)], [(2,), (5,), (8,)]),
     "costly model": (lambda target: [model(target, 0.45, 0.25)], [(1,), (2,)]),
-    "quantized copy": (
-        lambda target: [model(target, 0.93, 0.12, sureness=0.2)],
-        [(3,), (5,), (8,)],
-    ),
-    "lookup below a model": (lambda target: [lookup(0.6), model(target, 0.8, 0.15)], [(2, 5)]),
+    "quantized": (lambda target: [model(target, 0.93, 0.12, sureness=0.2)], [(3,), (5,), (8,)]),
+    "lookup below a model": (lambda target: [Guess(0.6, 0.6), model(target, 0.8, 0.15)], [(2, 5)]),
     "two models": (lambda target: [model(target, 0.6, 0.03), model(target, 0.85, 0.2)], [(3, 8)]),
 }
 
@@ -85,7 +74,7 @@ def test_requests_that_begin_do_not_end_the_drafts_of_others():
 
 def test_what_one_batch_size_gained_is_no_measure_of_another():
     """Else a token is dear where few requests gained much before."""
-    alone, always = (Serving(cpu, [lookup(0.9, 0.8)], 16) for _ in range(2))
+    alone, always = (Serving(cpu, [Guess(0.9, 0.8)], 16) for _ in range(2))
     alone.use(1)
     for serving in (alone, always):
         serving.run(200)
@@ -117,25 +106,18 @@ def test_a_step_without_a_search_is_not_charged_for_the_last_one():
     assert 0.0 in charged and max(charged) > 0.0
 
 
-def test_a_load_that_swings_does_not_make_searches_pay():
-    """What they gained at a batch size is known when the load comes back to it."""
-    serving = Serving(cpu, [Guess(0.5, 0.0, seconds=0.1 * cpu(12))], 24)
-    ratios = []
-    for turn in range(60):
-        size = (12, 24)[turn % 2]
+@pytest.mark.parametrize(
+    ("sizes", "search", "known", "least"),
+    [([12, 24] * 30, 0.1 * cpu(12), 20, 0.98), (range(64, 8, -1), 0.1 * cpu(32), 0, 0.97)],
+    ids=["swings", "falls"],
+)
+def test_a_load_that_changes_does_not_make_searches_pay(sizes, search, known, least):
+    """Each size of a load that falls is a new one, and one search tells much of a large batch."""
+    serving, ratios = Serving(cpu, [Guess(0.5, 0.0, seconds=search)], max(sizes)), []
+    for size in sizes:
         serving.use(size)
         ratios.append(serving.run(8) * cpu(size) / size)
-    assert np.mean(ratios[20:]) > 0.98
-
-
-def test_a_load_that_falls_does_not_make_searches_pay():
-    """Each batch size on the way down is a new one, and one search tells much of a large one."""
-    serving = Serving(cpu, [Guess(0.5, 0.0, seconds=0.1 * cpu(32))], 64)
-    ratios = []
-    for size in range(64, 8, -1):
-        serving.use(size)
-        ratios.append(serving.run(8) * cpu(size) / size)
-    assert np.mean(ratios) > 0.97
+    assert np.mean(ratios[known:]) > least
 
 
 def test_what_is_not_known_yet_costs_little_in_a_large_batch():
@@ -180,7 +162,7 @@ def test_requests_without_drafts_are_in_the_goodput_of_their_batch():
 
 
 def test_a_step_without_levels_is_no_search():
-    serving = Serving(cpu, [lookup(), model(cpu, 0.8, 0.1)], 4)
+    serving = Serving(cpu, [Guess(0.85, 0.6), model(cpu, 0.8, 0.1)], 4)
     serving.run(50)
     budget = serving.budget.budget
     known = budget.times[0].observed, budget.acceptance.drafts.copy()
@@ -196,17 +178,15 @@ def test_it_turns_when_the_load_swings():
         for size, steps in ((1, 300), (64, 100)):
             serving.use(size)
             serving.run(steps)
-    serving.use(1)
-    serving.run(50)
-    assert serving.run(50) * compute_bound(1) > 1.3
-    serving.use(64)
-    serving.run(50)
-    assert serving.run(50) * compute_bound(64) / 64 > 0.97
+    for size, least in ((1, 1.3), (64, 0.97)):
+        serving.use(size)
+        serving.run(50)
+        assert serving.run(50) * compute_bound(size) / size > least
 
 
 def test_a_machine_that_becomes_slower_for_a_while_does_not_end_drafting():
     slow = [1.0]
-    serving = Serving(lambda tokens: slow[0] * cpu(tokens), [lookup()])
+    serving = Serving(lambda tokens: slow[0] * cpu(tokens), [Guess(0.85, 0.6)])
     serving.run(100)
     steady = serving.run(200)
     for factor in (5.0, 1.0, 3.0, 1.0):
@@ -345,8 +325,8 @@ class Kinds(Guess):
         return super().lookup(texts, requested)
 
 
-def speedups_by_text() -> list[float]:
-    """Over no drafts, of new text and of edits in turn, in a fresh engine."""
+def test_a_lookup_is_taken_by_its_offer_and_not_by_another_text():
+    """Also of the first edit after a text in which lookups failed."""
     serving = Serving(cpu, [Kinds(0.5), model(cpu, 0.8, 0.35)], 1)
     serving.ends[:], serving.cached[:] = 4, 3
     tokens, seconds = np.zeros(4), np.zeros(4)
@@ -355,10 +335,6 @@ def speedups_by_text() -> list[float]:
         emitted = int(serving.ends[0]) - before
         tokens[before // REQUEST] += emitted
         seconds[before // REQUEST] += emitted / rate
-    return (tokens / seconds * cpu(1)).tolist()
-
-
-def test_a_lookup_is_taken_by_its_offer_and_not_by_another_text():
-    """Also of the first edit after a text in which lookups failed."""
-    new, edit, new_again, edit_again = speedups_by_text()
+    # New text and edits in turn, over no drafts.
+    new, edit, new_again, edit_again = tokens / seconds * cpu(1)
     assert min(new, new_again) > 1.1 and min(edit, edit_again) > 5

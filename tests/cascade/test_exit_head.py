@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.tiny_models import tiny_llama
 from transformers import LlamaForCausalLM
 
 from vllm_hsd.cascade.exit_head import ExitHead, read_exit_head, write_exit_head
+from vllm_hsd.tools.audit.tiny_models import tiny_llama
 from vllm_hsd.tools.exit_head_training import plain_exit_head, train_heads
 
 VOCABULARY = 64

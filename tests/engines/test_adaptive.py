@@ -1,6 +1,8 @@
 """Adaptive depth in the engine: levels that switch in and out change no text and lose no cache."""
 
 import pytest
+from support import clocks
+from support.cascades import head
 from support.engines import ids, run_engine, run_jobs
 from support.hosted_branches import runner_of
 from support.level_files import cascade
@@ -38,20 +40,15 @@ def plain(family):
 
 def run_copies(family, patch: str) -> dict:
     """Both levels are the target itself, in chunks, and in a cache that is too small."""
+    target = {"model": family.target}
+    crowded = {"max_num_batched_tokens": 96, "max_num_seqs": 12, "num_gpu_blocks_override": 32}
     engine = {
-        "model": family.target,
-        **adaptive({"model": family.target, "num_tokens": 3}, {"model": family.target}),
-        "max_num_batched_tokens": 96,
-        "max_num_seqs": 12,
+        **target,
         "block_size": 32,
-        "num_gpu_blocks_override": 32,
+        **crowded,
+        **adaptive({**target, "num_tokens": 3}, target),
     }
     return run_engine(engine, JOBS, patch=patch)
-
-
-@pytest.fixture(scope="module")
-def copies(family):
-    return run_copies(family, SWITCHING)
 
 
 def run_after_start(llm, jobs: dict) -> dict:
@@ -61,47 +58,43 @@ def run_after_start(llm, jobs: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def learned(family):
-    """The real budget over three different levels."""
-    levels = [{"ngram": {"max": 3}}, {"model": family.small}, {"model": family.mid}]
-    for level in levels[:2]:
-        level["num_tokens"] = 3
-    arguments = {"model": family.target, **adaptive(*levels)}
-    return run_engine(arguments, JOBS, work=run_after_start)
+def results(family) -> dict[str, dict]:
+    """Of copies of the target, of the real budget, and of sources that take turns with no draft."""
+    lookup, small, three = {"ngram": {"max": 3}}, {"model": family.small}, {"num_tokens": 3}
+    learned = adaptive(lookup | three, small | three, {"model": family.mid})
+    sources = adaptive({"sources": [lookup, small]})
+    target = {"model": family.target}
+    return {
+        "copies": run_copies(family, SWITCHING),
+        "learned": run_engine({**target, **learned}, JOBS, work=run_after_start),
+        "sources": run_engine({**target, **sources}, JOBS, patch=SWITCHING),
+    }
 
 
-def test_levels_with_passes_are_timed_before_there_are_requests(learned):
-    assert learned["timed"] == [0, 3, 3, 0]
-
-
-@pytest.fixture(scope="module")
-def sources(family):
-    """Two sources that take turns with each other and with no draft."""
-    level = {"sources": [{"ngram": {"max": 3}}, {"model": family.small}]}
-    return run_engine({"model": family.target, **adaptive(level)}, JOBS, patch=SWITCHING)
+def test_levels_with_passes_are_timed_before_there_are_requests(results):
+    assert results["learned"]["timed"] == [0, 3, 3, 0]
 
 
 @pytest.mark.parametrize("job", GREEDY_JOBS)
 @pytest.mark.parametrize("engine", ["copies", "learned", "sources"])
-def test_same_tokens_as_without_speculation(plain, engine, job, request):
-    assert ids(request.getfixturevalue(engine)[job]) == ids(plain[job])
+def test_same_tokens_as_without_speculation(plain, engine, job, results):
+    assert ids(results[engine][job]) == ids(plain[job])
 
 
 def disagreements(results: dict) -> list[str]:
-    """Jobs in which a copy of the target rejected drafts of the other."""
-    found = []
-    for name, result in results.items():
-        # A preempted request's draft is never verified.
-        dropped = 7 * result["counters"]["num_preemptions"]
-        lost = [level["drafted"] - level["accepted"] for level in result["levels"]]
-        found += [name] * (max(lost) > dropped)
-    return found
+    """Jobs in which a copy rejected drafts of the other; a preempted draft is never verified."""
+    return [
+        name
+        for name, result in results.items()
+        for level in result["levels"]
+        if level["drafted"] - level["accepted"] > 7 * result["counters"]["num_preemptions"]
+    ]
 
 
-def test_levels_that_were_left_out_catch_up_through_prefix_hits_and_preemption(copies):
+def test_levels_that_were_left_out_catch_up_through_prefix_hits_and_preemption(results):
     """A cache with a hole would make a copy of the target disagree with it."""
-    assert disagreements(copies) == []
-    counters = [result["counters"] for result in copies.values()]
+    assert disagreements(results["copies"]) == []
+    counters = [result["counters"] for result in results["copies"].values()]
     assert sum(count["num_preemptions"] for count in counters) > 0
     assert sum(count["num_preemptions"] == 0 for count in counters) > 3
     assert sum(count["prefix_cache_hits"] for count in counters) > 0
@@ -109,26 +102,22 @@ def test_levels_that_were_left_out_catch_up_through_prefix_hits_and_preemption(c
 
 @pytest.mark.slow
 def test_a_level_that_forgets_its_holes_is_caught(family):
-    assert disagreements(run_copies(family, f"{SWITCHING}_and_forget_holes"))
+    assert disagreements(run_copies(family, f"{SWITCHING}+forget_holes"))
 
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_model_among_sources_reads_a_prefix_that_another_request_has_left_unread(family, forgets):
-    """A copy of the target disagrees with it where it takes such a prefix for its own.
-
-    A first token does not wait for it: requests that end there leave their prompts unread.
-    """
-    keys = {"method": "hsd", "num_speculative_tokens": 4}
+    """A first token does not wait for it: requests that end there leave their prompts unread."""
     level = {"sources": [{"ngram": {"min": 12, "max": 12}}, {"model": family.target}]}
+    engine = cascade(level, adaptive=True, num_speculative_tokens=4)
     jobs = {
         "unread": {"prompts": PROMPTS, "params": {**SAMPLED, "seed": 1, "stop_token_ids": EVERY}},
         "read": {"prompts": PROMPTS, "params": {**GREEDY, "max_tokens": 12}},
     }
-    speculative = {**keys, "levels": [level]}
     results = run_engine(
-        {"model": family.target, "block_size": 32, "speculative_config": speculative},
+        {"model": family.target, "block_size": 32, **engine},
         jobs,
-        patch="support.adversarial_depth:install_free_drafts" + "_and_forget_holes" * forgets,
+        patch="support.adversarial_depth:install_free_drafts" + "+forget_holes" * forgets,
     )
     assert [level["drafted"] for level in results["unread"]["levels"]] == [0, 0]
     assert results["read"]["counters"]["prefix_cache_hits"] > 0
@@ -138,7 +127,29 @@ def test_a_model_among_sources_reads_a_prefix_that_another_request_has_left_unre
 
 
 @pytest.mark.parametrize("engine", ["copies", "learned", "sources"])
-def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, request):
-    results = request.getfixturevalue(engine)
-    expected = [ids(results[f"alone {i}"])[0] for i in range(4)]
-    assert ids(results["together"])[:4] == expected
+def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, results):
+    expected = [ids(results[engine][f"alone {i}"])[0] for i in range(4)]
+    assert ids(results[engine]["together"])[:4] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head above a lookup", "lookup", "levels"])
+def test_ranks_whose_clocks_disagree_draft_alike(kind, family, plain, tmp_path):
+    """With tensor parallelism one rank decides for all."""
+    lookup = {"ngram": {"max": 3}}
+    levels = {
+        "head above a lookup": [{"sources": [lookup, {"eagle3": head(family)}]}],
+        "lookup": [lookup],
+        "levels": [{**lookup, "num_tokens": 3}, {"model": family.small}],
+    }[kind]
+    engine = {"model": family.target, "worker_extension_cls": "support.clocks.Worker"}
+    engine |= {"tensor_parallel_size": 2, **cascade(*levels, adaptive=True)}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", clocks.DIRECTORY: str(tmp_path)}
+    jobs = {name: JOBS[name] for name in ("batch", "sampled")}
+    found = run_engine(engine, jobs, env=env)
+    assert found["batch"]["outputs"] == plain["batch"]["outputs"]
+    first, second = clocks.read(tmp_path, "agreed")
+    assert first == second and len(first) > 20
+    # Otherwise nothing has been tested.
+    first, second = clocks.read(tmp_path, "own")
+    assert sum(a != b for a, b in zip(first, second, strict=True)) > 5

@@ -8,7 +8,7 @@ import torch
 import transformers
 from support.architectures import ARCHITECTURES, COMMON, write_models
 from support.engines import ids, in_process, run_engine, started
-from support.level_files import cascade
+from support.level_files import cascade, target_head
 
 import vllm_hsd
 from vllm_hsd.cascade.exit_head import EXIT_ARCHITECTURES, write_exit_head
@@ -46,18 +46,14 @@ def models(request, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["early_exit", "exit_head"])
 def test_an_exit_after_all_layers_is_the_target(models, tmp_path, kind):
-    """The strictest test of an exit: scaling, norm and soft caps are all there.
-
-    A head is the target's own, with its norm, and has the same argmax.
-    """
+    """With scaling, norm and soft caps; a head is the target's own, and has the same argmax."""
     name, target, _, plain = models
     if architecture(name) not in EXIT_ARCHITECTURES:
         pytest.skip(f"{name} has no exits")
     depth = COMMON["num_hidden_layers"]
     level, jobs = {"early_exit": depth}, JOBS
     if kind == "exit_head":
-        model = transformers.AutoModelForCausalLM.from_pretrained(target)
-        write_exit_head(plain_exit_head(model, depth), tmp_path)
+        write_exit_head(target_head(target, depth), tmp_path)
         level, jobs = {"exit_head": str(tmp_path)}, GREEDY
     result = run_engine({"model": target, **cascade(level)}, jobs)
     assert greedy(result) == plain
@@ -70,10 +66,10 @@ def test_a_head_on_the_embedding_is_a_target_whose_layers_add_nothing(models, tm
     if architecture(name) not in EXIT_ARCHITECTURES:
         pytest.skip(f"{name} has no exits")
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    last = [p for key, p in model.named_parameters() if re.search("o_proj|down_proj|w2", key)]
     with torch.no_grad():
-        for weight in last:
-            weight.zero_()
+        for name, weight in model.named_parameters():
+            if re.search("o_proj|down_proj|w2", name):
+                weight.zero_()
     model.save_pretrained(tmp_path / "idle")
     write_exit_head(plain_exit_head(model, 0), tmp_path / "head")
     config = cascade({"exit_head": str(tmp_path / "head")})

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from engines.test_branches import texts
-from support import engines, hosted_branches, recorded_graph
+from engines.test_drawn_branches import BASE, PLAIN
+from support import drawn_branches, engines, hosted_branches, recorded_graph
 from support.engines import ids
-from support.hosted_branches import NoBranches, Oracle, runner_of
+from support.hosted_branches import Oracle, runner_of
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
-# Attention has room for 10 rows.
-BASE = {"block_size": 32, "max_model_len": 160, "max_num_seqs": 10, "max_num_batched_tokens": 64}
 
 
 def replan_inside_of_graphs(runner) -> None:
@@ -35,8 +34,7 @@ def replan_inside_of_graphs(runner) -> None:
         return forward(self, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
 
     CPUAttentionBackendImpl.forward = planned
-    layers = runner.compilation_config.static_forward_context.values()
-    for layer in layers:
+    for layer in runner.compilation_config.static_forward_context.values():
         # One opaque operation would look its arguments up at every replay.
         layer.use_direct_call = True
 
@@ -48,27 +46,16 @@ def capture(runner, requests: list[int]) -> dict[tuple[int, int], Any]:
 
     recorded_graph.install()
     replan_inside_of_graphs(runner)
-    config = runner.vllm_config.compilation_config
-    sizes = [runner.decode_query_len * n for n in requests]
-    config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, sizes[-1]
+    config, length = runner.vllm_config, runner.decode_query_len
+    sizes = [length * n for n in requests]
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    config.compilation_config.max_cudagraph_capture_size = sizes[-1]
     mode = CUDAGraphMode.FULL_DECODE_ONLY
-    manager = ModelCudaGraphManager(
-        runner.vllm_config, runner.device, mode, runner.decode_query_len
-    )
-    runner.cudagraph_manager = manager
+    manager = runner.cudagraph_manager = ModelCudaGraphManager(config, runner.device, mode, length)
     runner.speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
-    manager.capture(
-        runner.model,
-        runner.model_state,
-        runner.input_buffers,
-        None,
-        runner.block_tables,
-        runner.attn_groups,
-        runner.kv_cache_config,
-    )
-    return {
-        (desc.uniform_token_count, desc.num_reqs): graph for desc, graph in manager.graphs.items()
-    }
+    inputs = runner.model, runner.model_state, runner.input_buffers, None, runner.block_tables
+    manager.capture(*inputs, runner.attn_groups, runner.kv_cache_config)
+    return {(d.uniform_token_count, d.num_reqs): graph for d, graph in manager.graphs.items()}
 
 
 def in_graphs(llm, work):
@@ -101,8 +88,8 @@ def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
     short = {**engines.GREEDY, "max_tokens": 4}
     stale = {"two": {"prompts": engines.PROMPTS[2:], "params": short}}
     work = Oracle(known, 64, seed=1), {"joining": engines.JOBS["joining"]}, [1, 4], stale
-    found = engines.run_engine(engine(family, rows=2), work, work=in_graphs)
-    results, seen, replays, without = found
+    arguments = engine(family, rows=2)
+    results, seen, replays, without = engines.run_engine(arguments, work, work=in_graphs)
     assert ids(results["joining"]) == greedy_tokens
     assert seen["won"] > 3
     assert min(replays.values()), replays
@@ -112,8 +99,6 @@ def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
 
 def in_graphs_of_drawn_drafts(llm, jobs: dict):
     """The jobs with drafts of a model, and how often each graph was replayed."""
-    from support import drawn_branches
-
     graphs = capture(runner_of(llm), [1, 2])
     results, seen = drawn_branches.run(llm, (jobs, None))
     return results, seen, {size: graph.replays for size, graph in graphs.items()}
@@ -121,29 +106,37 @@ def in_graphs_of_drawn_drafts(llm, jobs: dict):
 
 def test_replayed_steps_of_drawn_drafts(family, greedy_tokens):
     """Greedy requests, alone and next to sampled ones, whose rows are verified together."""
-    hsd = {"num_speculative_tokens": 3, "levels": [{"model": family.mid, "branches": 3}]}
-    given = {"model": family.target, **BASE, "speculative_config": {"method": "hsd", **hsd}}
-    work = in_graphs_of_drawn_drafts
-    results, seen, replays = engines.run_engine(given, engines.JOBS, work=work)
+    given = engine(family, rows=3, levels=[{"model": family.mid, "branches": 3}])
+    found = engines.run_engine(given, engines.JOBS, work=in_graphs_of_drawn_drafts)
+    results, seen, replays = found
     assert ids(results["joining"]) == greedy_tokens
     assert ids(results["mixed"])[0] == greedy_tokens[0]
     assert seen["won"] > 3 and min(replays.values()), replays
 
 
-def in_graphs_with_prompts(llm, work):
-    """The jobs, the caches after a prompt, and steps with prompts in them that were replayed."""
-    source, jobs, prompt = work
-    hosted, seen_prompts = runner_of(llm).speculator.branches, []
+def in_graphs_of(llm, work, looked_for):
+    """As `in_graphs`, and in how many steps there was what is looked for."""
+    hosted, found = runner_of(llm).speculator.branches, []
     prepare = hosted.prepare
 
     def prepared(batch, *args):
-        seen_prompts.append(hosted.length_of(batch) and batch.is_prefilling_np.any())
+        found.append(bool(looked_for(hosted, batch)))
         return prepare(batch, *args)
 
     hosted.prepare = prepared
-    results, seen, replays, _ = in_graphs(llm, (source, jobs, [1, 3, 4], {}))
-    caches = hosted_branches.difference_of_caches(llm, source, NoBranches(), prompt, 40)
-    return results, seen, replays, sum(map(bool, seen_prompts)), caches
+    results, seen, replays, _ = in_graphs(llm, work)
+    return results, seen, replays, sum(found)
+
+
+def in_graphs_with_prompts(llm, work):
+    """The jobs, steps with prompts in them that were replayed, and the caches after a prompt."""
+    source, jobs, prompt = work
+
+    def has_prompt(hosted, batch) -> bool:
+        return hosted.length_of(batch) and batch.is_prefilling_np.any()
+
+    found = in_graphs_of(llm, (source, jobs, [1, 3, 4], {}), has_prompt)
+    return *found, hosted_branches.difference_of_caches(llm, source, prompt, 40)
 
 
 @pytest.mark.slow
@@ -165,8 +158,7 @@ def test_replayed_steps_of_all_kinds(family):
         "again": {"prompts": [prompts[3]] * 2, "params": greedy, "arrive": [0, 6]},
         "to the end": {"prompts": [[(j * j) % 60 + 2 for j in range(130)]], "params": greedy},
     }
-    base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
-    plain = engines.run_engine({"model": family.target, **base}, jobs)
+    plain = engines.run_engine({"model": family.target, **PLAIN}, jobs)
     work = Oracle(texts(jobs, plain), 64, seed=1), jobs, prompts[2]
     found = engines.run_engine(engine(family, rows=3), work, work=in_graphs_with_prompts)
     results, seen, replays, padded_prompts, (difference, won) = found
@@ -190,16 +182,11 @@ def in_graphs_by_turns(llm, work):
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     lengths = itertools.cycle([7, 3, 7, 1, 7, 0])
     scheduler.dynamic_sd_lookup.learned.choose = lambda size: next(lengths)
-    hosted, others = runner_of(llm).speculator.branches, []
-    prepare = hosted.prepare
 
-    def prepared(batch, *args):
-        others.append(hosted.length_of(batch) not in (None, hosted.length))
-        return prepare(batch, *args)
+    def has_another_length(hosted, batch) -> bool:
+        return hosted.length_of(batch) not in (None, hosted.length)
 
-    hosted.prepare = prepared
-    results, seen, replays, _ = in_graphs(llm, work)
-    return results, seen, replays, sum(others)
+    return in_graphs_of(llm, work, has_another_length)
 
 
 @pytest.mark.slow
@@ -212,8 +199,7 @@ def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
         # One after the other, so that all lists of a step are cut alike.
         "to the end": {"prompts": long, "params": greedy, "arrive": [0, 40, 80, 120]},
     }
-    base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
-    plain = engines.run_engine({"model": family.target, **base}, jobs)
+    plain = engines.run_engine({"model": family.target, **PLAIN}, jobs)
     given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
     work = RightAtTheEnd(texts(jobs, plain), 64, seed=1), jobs, [1, 4], {}
     results, seen, replays, others = engines.run_engine(given, work, work=in_graphs_by_turns)
@@ -231,20 +217,17 @@ def test_graphs_of_batches_without_room_are_left_out(caplog):
 
     from vllm_hsd.host.graphs import limit_batches
 
-    def graph(tokens: int, each: int | None, mode="FULL"):
-        requests = None if each is None else tokens // each
-        return BatchExecutionDescriptor(CUDAGraphMode[mode], tokens, requests, each)
-
-    full = [graph(16, 8), graph(16, 1), graph(8, 8)]
-    piecewise = [graph(16, None, "PIECEWISE")]
-    descs = {CUDAGraphMode.FULL: [*full], CUDAGraphMode.PIECEWISE: [*piecewise]}
+    whole, parts = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+    full = [
+        BatchExecutionDescriptor(whole, tokens, tokens // each, each)
+        for tokens, each in ((16, 8), (16, 1), (8, 8))
+    ]
+    piecewise = [BatchExecutionDescriptor(parts, 16, None, None)]
+    descs = {whole: [*full], parts: [*piecewise]}
     candidates = {(16, 0): [*full[:2], *piecewise], (8, 0): [full[2]]}
     manager = SimpleNamespace(_capture_descs=descs, _candidates=candidates, max_num_reqs=3)
     limit_batches(manager, 8, 1)
-    assert manager._capture_descs == {
-        CUDAGraphMode.FULL: full[1:],
-        CUDAGraphMode.PIECEWISE: piecewise,
-    }
+    assert manager._capture_descs == {whole: full[1:], parts: piecewise}
     assert manager._candidates == {(16, 0): [full[1], *piecewise], (8, 0): [full[2]]}
     assert "batches of [1], not of [2]: attention has room for max_num_seqs=3 rows" in caplog.text
     caplog.clear()

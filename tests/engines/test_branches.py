@@ -2,15 +2,25 @@
 
 import itertools
 import random
+from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from support import engines, hosted_branches, level_files
+from support.adapters import write_adapter
 from support.architectures import write_models
 from support.engines import configuration_errors, differing, ids, run_engine, started
-from support.hosted_branches import AsOffered, Avoiding, NoBranches, Oracle
+from support.hosted_branches import AsOffered, Avoiding, Oracle
 from support.marks import slow
 from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
-from support.tiny_models import EOS
+
+from vllm_hsd.budget.goodput import FORBIDDEN
+from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.host.host_branches import HostBranches
+from vllm_hsd.tools import system
+from vllm_hsd.tools.audit.tiny_models import EOS
 
 SIZE, LENGTH = 32, 5
 BASE = {"block_size": SIZE, "max_model_len": 512}
@@ -43,10 +53,7 @@ JOBS = {
         "params": [{**GREEDY, "max_tokens": 1 + i} for i in range(6)],
     },
     # They have one row, next to requests with several.
-    "processors": {
-        "prompts": [*PROMPTS[:6], *PROMPTS[:3]],
-        "params": [*PROCESSED, *[GREEDY] * 3],
-    },
+    "processors": {"prompts": PROMPTS[:6] + PROMPTS[:3], "params": PROCESSED + [GREEDY] * 3},
 }
 LOOKUPS = {"ngram": {"max": 3}}, {"ngram": {"max": 1}}
 
@@ -64,6 +71,21 @@ def texts(jobs: dict, results: dict) -> list[list[int]]:
         for prompt, output in zip(job["prompts"], results[name]["outputs"], strict=True)
         for sequence in output or []
     ]
+
+
+def served(arguments: dict, *work, patch: str | None = None) -> tuple[dict, Counter]:
+    """(results, what was seen); `work` as of `hosted_branches.run`."""
+    with started({**BASE, **arguments}, patch=patch) as process:
+        return process.call(hosted_branches.run, *work)
+
+
+def compared(arguments: dict, jobs: dict, vocabulary: int = 64) -> tuple[dict, Counter]:
+    """As `served`, of branches that follow known texts for a while; texts are asserted equal."""
+    plain = run_engine({**BASE, **arguments}, jobs)
+    oracle = Oracle(texts(jobs, plain), vocabulary, seed=1)
+    results, seen = served({**arguments, **cascade(branches=3)}, oracle, jobs)
+    assert differing(results, plain) == []
+    return results, seen
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +107,8 @@ ENGINES = {
 def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
     # On a busy machine nothing may pay.
     patch = "support.adversarial_depth:install_free_drafts"
-    arguments = {"model": family.target, **BASE, **cascade(branches=3, adaptive=True)}
-    with started(arguments, patch=patch) as process:
-        results, seen = process.call(hosted_branches.run, AsOffered(), JOBS)
+    arguments = {"model": family.target, **cascade(branches=3, adaptive=True)}
+    results, seen = served(arguments, AsOffered(), JOBS, patch=patch)
     assert differing(results, plain) == []
     assert seen["won"] > 0 and seen["rows"] > 1
     for name, result in results.items():
@@ -99,8 +120,8 @@ def test_the_rule_grows_branches_and_greedy_texts_stay(family, plain):
 def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name):
     branches, arguments = ENGINES[name]
     oracle = Oracle(texts(JOBS, plain), 64, seed=1)
-    few = cascade(branches=branches) | arguments
-    with started({**BASE, "model": family.target, **few}) as process:
+    engine = {**BASE, "model": family.target, **cascade(branches=branches), **arguments}
+    with started(engine) as process:
         results, seen = process.call(hosted_branches.run, oracle, JOBS)
         assert differing(results, plain) == []
         won = [key for key in seen if key.startswith("won at")]
@@ -114,30 +135,24 @@ def test_greedy_texts_and_caches_are_those_without_branches(family, plain, name)
             assert preempted > 0 or branches is None
         else:
             assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
-        work = oracle, NoBranches(), PROMPTS[5], 120
+        work = oracle, PROMPTS[5], 120
         difference, won = process.call(hosted_branches.difference_of_caches, *work)
         assert difference == 0 and won > 3
         if arguments:
             return
         # Controls: each copy matters.
         job = {"batch 12": JOBS["batch 12"]}
-        for fault in (
-            "no copy of the text before a root",
-            "no copy of what a branch computed",
-        ):
+        for fault in ("no copy of the text before a root", "no copy of what a branch computed"):
             results, _ = process.call(hosted_branches.run, oracle, job, fault)
             assert len(differing(results, plain)) > 6, fault
 
 
+SLOW, VERIFIERS = [pytest.mark.slow, pytest.mark.timeout(3000)], ("block", "standard", "coupled")
+
+
 @pytest.mark.parametrize(
     ("verifier", "count"),
-    [
-        ("block", 250),
-        *(
-            pytest.param(name, 15000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
-            for name in ("block", "standard", "coupled")
-        ),
-    ],
+    [("block", 250), *(pytest.param(v, 15000, marks=SLOW) for v in VERIFIERS)],
 )
 def test_samples_follow_the_target(small_vocabulary, verifier, count):
     arguments = cascade({"ngram": {"max": 2}}, branches=4, verifier=verifier)
@@ -162,8 +177,7 @@ def test_seeded_texts_are_those_of_plain_vllm(family, seeded_tokens):
     jobs = engines.SEEDED_JOBS
     drawn = zip(engines.PROMPTS * 2, itertools.chain(*seeded_tokens.values()), strict=True)
     oracle = Oracle([prompt + text for prompt, text in drawn], 64, seed=3)
-    with started({**BASE, "model": family.target, **cascade(branches=3)}) as process:
-        results, seen = process.call(hosted_branches.run, oracle, jobs)
+    results, seen = served({"model": family.target, **cascade(branches=3)}, oracle, jobs)
     assert {name: ids(result) for name, result in results.items()} == seeded_tokens
     assert seen["won"] > 3
 
@@ -172,47 +186,160 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
     """Several KV-cache groups, which share the memory of their layers."""
     target, _ = write_models("Gemma2", tmp_path)
     jobs = {"text": {"prompts": PROMPTS[:6], "params": {**GREEDY, "max_tokens": 40}}}
-    plain = run_engine({"model": target, **BASE}, jobs)
-    with started({**BASE, "model": target, **cascade(branches=3)}) as process:
-        oracle = Oracle(texts(jobs, plain), 64, seed=5)
-        results, seen = process.call(hosted_branches.run, oracle, jobs)
-    assert differing(results, plain) == []
+    _, seen = compared({"model": target}, jobs)
     assert seen["won"] > 10 and seen["groups"] > 1
 
 
 def test_a_request_with_a_grammar_has_one_row(text_family):
     prompts = [[random.Random(i).randrange(3, 200) for _ in range(6)] for i in range(4)]
-    params = {
-        "temperature": 0,
-        "max_tokens": 24,
-        "structured_outputs": {"regex": "(ab|cd|ef|gh){4,12}x"},
-    }
+    params = {"temperature": 0, "max_tokens": 24}
+    params["structured_outputs"] = {"regex": "(ab|cd|ef|gh){4,12}x"}
     jobs = {"grammar": {"prompts": prompts, "params": params}}
-    base = {"model": text_family.target, "skip_tokenizer_init": False}
-    plain = run_engine({**base, **BASE}, jobs)
-    oracle = Oracle(texts(jobs, plain), 200, seed=4)
-    with started({**BASE, **base, **cascade(branches=3)}) as process:
-        results, seen = process.call(hosted_branches.run, oracle, jobs)
-    assert differing(results, plain) == []
+    engine = {"model": text_family.target, "skip_tokenizer_init": False}
+    results, seen = compared(engine, jobs, vocabulary=200)
     assert seen["won"] == 0 and seen["one row"] > 5
     # Most of it is forced by the grammar, and counted as such.
     assert results["grammar"]["counters"]["spec_decode_num_accepted_tokens"] > 5
 
 
 def test_what_cannot_host_branches_is_refused(family):
-    hsd = {"model": family.target, **cascade(branches=4)}
-    few = {**hsd, "num_gpu_blocks_override": 30, "max_num_seqs": 8, "block_size": SIZE}
-    with pytest.raises(RuntimeError, match=r"reserves 7 blocks .* max_num_seqs=8 .* has 30"):
-        run_engine(few, {})
-    short = {**hsd, "max_num_seqs": 8, "max_model_len": 192, "block_size": SIZE}
-    with pytest.raises(RuntimeError, match=r"takes 224 tokens of max_model_len=192 with .* of 32"):
-        run_engine(short, {})
-    with pytest.raises(RuntimeError, match=r"max_num_seqs=2 in all"):
-        run_engine({**hsd, "max_num_seqs": 2}, {})
-    narrow = {**hsd, "max_num_batched_tokens": 23, "max_num_seqs": 8}
-    # vLLM 0.33 says it before us.
-    said = r"make 24 tokens .* max_num_batched_tokens=23|Got max_num_batched_tokens=23"
-    with pytest.raises(RuntimeError, match=said):
-        run_engine(narrow, {})
+    hsd = {"model": family.target, "block_size": SIZE, "max_num_seqs": 8, **cascade(branches=4)}
+    # vLLM 0.33 says the last one before us.
+    for key, value, said in (
+        ("num_gpu_blocks_override", 30, r"reserves 7 blocks .* max_num_seqs=8 .* has 30"),
+        ("max_model_len", 192, r"takes 224 tokens of max_model_len=192 with .* of 32"),
+        ("max_num_seqs", 2, r"max_num_seqs=2 in all"),
+        ("max_num_batched_tokens", 23, r"(make 24 tokens .* |Got )max_num_batched_tokens=23"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            run_engine({**hsd, key: value}, {})
     connected = {**hsd, "kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_both"}}
     assert "levels[0].branches" in configuration_errors([connected])[0]
+
+
+# With what requests and engines may ask for.
+OTHERS = [random.Random(i).choices(range(3, 62), k=4 + 9 * i) for i in range(9)]
+SHORT = {**GREEDY, "max_tokens": 24}
+# Attention has room for three rows of each request.
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 27}
+SAMPLED = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.9}
+LETTERS = {"temperature": 0, "max_tokens": 40, "allowed_token_ids": list(range(67, 100))}
+# Requests with seeds are coupled: their texts are those without speculation, too.
+TEXTS = {
+    "stop strings": {"prompts": OTHERS, "params": {**SHORT, "stop": list("abcdefgh")}},
+    "several": {
+        "prompts": OTHERS[:3],
+        "params": [
+            {**SAMPLED, "n": 3, "seed": 1, "min_p": 0.1},
+            {**SAMPLED, "n": 2, "seed": 2, "top_p": 0.8},
+            {**SAMPLED, "n": 2, "seed": 3, "top_k": 9},
+        ],
+    },
+    # What vLLM's kernels do to logits goes by one chain.
+    "one row each": {
+        "prompts": OTHERS[:7],
+        "params": [
+            {**LETTERS, "stop": ["ab", "c", "fe", "d"]},
+            {**LETTERS, "stop": ["ab"]},
+            {**LETTERS, "bad_words": ["a", "bc", "dd"]},
+            {**LETTERS, "bad_words": ["b"]},
+            {**SAMPLED, "n": 3, "seed": 1, "min_p": 0.1, "logprobs": 2},
+            {**SAMPLED, "n": 2, "seed": 2, "top_p": 0.8, "logprobs": 0},
+            {**SAMPLED, "n": 2, "seed": 3, "top_k": 9, "presence_penalty": 0.5},
+        ],
+    },
+}
+
+
+def test_adapters_of_the_target(family, tmp_path):
+    first, second = (write_adapter(tmp_path / str(i), family.target, seed=i) for i in (1, 2))
+    adapters = [None, first, second] * 3
+    job = {"prompts": OTHERS, "params": SHORT, "adapters": adapters}
+    jobs = {"mixed": job, "others": {**job, "adapters": adapters[1:] + adapters[:1]}}
+    results, seen = compared({"model": family.target, **LORA}, jobs)
+    assert seen["won"] > 30
+    mixed, others = (results[name]["outputs"] for name in jobs)
+    assert all(a != b for a, b in zip(mixed, others, strict=True))
+
+
+@pytest.mark.skipif(
+    system.flags().isdisjoint({"avx512f", "amx_tile"}), reason="vLLM has no such caches on this CPU"
+)
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", *slow("fp8_e5m2")])
+def test_caches_of_eight_bits(family, dtype):
+    jobs = {"text": {"prompts": OTHERS, "params": SHORT}}
+    _, seen = compared({"model": family.target, "kv_cache_dtype": dtype}, jobs)
+    assert seen["won"] > 30
+
+
+def test_stop_strings_bad_words_filters_and_several_sequences(text_family):
+    engine = {"model": text_family.target, "skip_tokenizer_init": False}
+    _, seen = compared(engine, TEXTS, vocabulary=100)
+    assert seen["won"] > 30
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks(family, tmp_path):
+    """Each rank copies blocks of its own heads; the drafts are those of lookups."""
+    jobs = {"text": {"prompts": OTHERS, "params": SHORT}}
+    plain = run_engine({"model": family.target, **BASE}, jobs)["text"]
+    written = zip(OTHERS, ids(plain), strict=True)
+    store = str(tmp_path / "store.safetensors")
+    write_store(collect_texts([np.array(prompt + text) for prompt, text in written], 64), store)
+    sources = [{"ngram": {"max": 1}}, {"suffix": {"store": store, "min_acceptance": 0.01}}]
+    arguments = {"tensor_parallel_size": 2, "max_num_seqs": 36}
+    engine = {"model": family.target, **BASE, **arguments, **cascade(*sources, branches=4)}
+    result = run_engine(engine, jobs, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})["text"]
+    assert result["outputs"] == plain["outputs"]
+    counters = result["counters"]
+    listed = counters["spec_decode_num_draft_tokens"] / counters["spec_decode_num_drafts"]
+    # Lists of more tokens than a chain has.
+    assert listed > 5 and counters["spec_decode_num_accepted_tokens"] > 100
+
+
+@pytest.mark.parametrize("patch", [None, "install", "install_free_drafts"])
+def test_texts_of_lookups_that_adapt(patch, family, greedy_tokens, seeded_tokens):
+    """Whether nothing is cut, everything pays or prices change all the time."""
+    sources = {"ngram": {"min": 1, "max": 3}}, {"suffix": {"min_acceptance": 0.01}}
+    engine = {"model": family.target, **BASE, "max_num_seqs": 12, "max_num_batched_tokens": 256}
+    engine |= cascade(*sources, branches=3, adaptive=patch is not None)
+    jobs = {"greedy": engines.JOBS["joining"], **engines.SEEDED_JOBS}
+    found = run_engine(engine, jobs, patch=patch and f"support.adversarial_depth:{patch}")
+    assert ids(found["greedy"]) == greedy_tokens
+    assert found["greedy"]["levels"][0]["drafted"] > 0
+    assert {job: ids(found[job]) for job in engines.SEEDED_JOBS} == seeded_tokens
+
+
+@pytest.mark.parametrize(
+    ("price", "chained", "kept"),
+    [
+        (0.0, False, [3, 2]),
+        (0.45, False, [1, 1]),
+        (0.3, False, [1, 1]),
+        (0.2, False, [2, 2]),
+        (FORBIDDEN, False, [0, 0]),
+        # A request of chains alone has no branches to price.
+        (0.0, True, [0, 0]),
+    ],
+)
+def test_tokens_that_do_not_pay_are_cut(price, chained, kept):
+    """Each token of .5 survives half as often as the one before; the chain has none here."""
+    tokens = torch.tensor([[[7, 8, 9], [5, 6, 4]]], dtype=torch.int32)
+    # By one of two sources.
+    offered = torch.zeros(2, 2, 3, dtype=torch.int32)
+    offered[:, 0] = tokens[0]
+    lookup = SimpleNamespace(
+        branches=tokens,
+        branch_counts=torch.tensor([[3, 2]], dtype=torch.int32),
+        token_ids=offered,
+        counts=torch.full((2, 2), 3, dtype=torch.int32),
+        expected=torch.full((2, 2, 3), 0.5, dtype=torch.float64),
+        own=torch.zeros(2, 2, 2, dtype=torch.float64),
+        prior=torch.tensor([5.0], dtype=torch.float64),
+    )
+    branches = HostBranches.__new__(HostBranches)
+    branches.lookup, branches.room, branches.chained = lookup, 3, np.array([chained])
+    state = SimpleNamespace(slot=torch.tensor([0]), batch=1)
+    drafts, chains = np.ones(1, dtype=bool), np.zeros((1, 3))
+    found = branches.keep_what_pays(state, drafts, chains, price * np.arange(20))
+    assert lookup.branch_counts.tolist() == [kept] and found.tolist() == [sum(kept)]

@@ -1,26 +1,15 @@
 """Whole engines: cascades, and our verifier below vLLM's drafters."""
 
 import functools
+import itertools
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support import skipped_passes
-from support.cascades import (
-    cascade,
-    configuration,
-    head,
-    target_of,
-)
-from support.engines import (
-    GREEDY,
-    JOBS,
-    PROMPTS,
-    SEEDED_JOBS,
-    ids,
-    run_engine,
-    run_jobs,
-)
+from support.cascades import cascade, configuration, head, target_of
+from support.engines import GREEDY, JOBS, PROMPTS, SEEDED_JOBS, ids, run_engine, run_jobs
 from support.marks import slow
 from transformers import AutoModelForCausalLM
 
@@ -41,10 +30,10 @@ pytestmark = pytest.mark.timeout(900)
     ],
 )
 def test_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens, seeded_tokens):
-    """Of greedy requests that join one by one, of one among sampled ones, and of seeded ones.
+    """Of greedy and seeded requests, prompts in chunks of 24 tokens at most.
 
-    Prompts are prefilled in chunks of 24 tokens at most. Programs of kernels run in a random order
-    on two threads, their addresses are checked, and their arrays begin with poison.
+    Programs of kernels run in a random order on two threads, their addresses are checked, and their
+    arrays begin with poison.
     """
     engine = {"model": target_of(name, family), "max_num_batched_tokens": 24, "max_num_seqs": 4}
     engine["speculative_config"] = configuration(name, family)
@@ -86,10 +75,7 @@ CROWDED_JOBS = {
         "arrive": [0, 9, 9, 9],
     },
     # Up to max_model_len, and prompts that leave room for a token or two.
-    "to the end": {
-        "prompts": [LONG[0], [7, 8] * 31, [9] * 63, LONG[1]],
-        "params": TO_THE_END,
-    },
+    "to the end": {"prompts": [LONG[0], [7, 8] * 31, [9] * 63, LONG[1]], "params": TO_THE_END},
 }
 
 
@@ -101,50 +87,55 @@ def crowded_plain(family):
     return {name: ids(result) for name, result in found.items()}
 
 
-def run_crowded(family, plain: dict, config: dict, patch: str | None) -> dict:
-    """Results of CROWDED_JOBS, whose texts are checked to be those of `crowded_plain`."""
-    engine = {"model": family.target, **CROWDED, "speculative_config": config}
-    results = run_engine(engine, CROWDED_JOBS, patch=patch)
-    assert {name: ids(result) for name, result in results.items()} == plain
-    return results
+# Whether levels, on GPUs the lengths of a batch, change: by what was faster, or at random.
+ALWAYS, LEARNED, AT_RANDOM = "always", "what pays", "at random"
+PATCHES = {
+    ("graphs", ALWAYS): "support.recorded_graph:serve",
+    ("recursion", AT_RANDOM): "support.adversarial_depth:install",
+    ("fixed schedule", AT_RANDOM): "support.adversarial_depth:install_for_batches",
+}
+CROWDED_NAMES = ("two models", "suffix, model", "sources, model", "choice, model", "head, model")
+CROWDED_NAMES += ("choice with a head, model", "lookup, exit, model")
+HOWS = ("recursion", "fixed schedule", "graphs")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
+    ("name", "how", "drafts"),
     [
-        *("two models", "suffix, model", "sources, model", "choice, model", "head, model"),
-        *("choice with a head, model", "lookup, exit, model"),
+        ("suffix, model", "recursion", AT_RANDOM),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *itertools.product(CROWDED_NAMES, HOWS, [ALWAYS]),
+                ("suffix, model", "recursion", LEARNED),
+                ("lookup, exit, model", "recursion", AT_RANDOM),
+                ("two models", "fixed schedule", LEARNED),
+                *((name, "fixed schedule", AT_RANDOM) for name in ("two models", "head, model")),
+                ("suffix", "fixed schedule", AT_RANDOM),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("how", ["recursion", "fixed schedule", "graphs"])
-def test_a_crowded_engine_loses_nothing(name, how, request, family, crowded_plain):
+def test_a_crowded_engine_loses_nothing(name, how, drafts, request, family, crowded_plain):
     """Preemption, prefix hits, requests that sit a step out, texts up to max_model_len."""
     if how != "recursion":
         request.getfixturevalue("as_on_gpus")
-    patch = "support.recorded_graph:serve" if how == "graphs" else None
-    results = run_crowded(family, crowded_plain, configuration(name, family), patch)
-    for result in results.values():
-        levels, counters = result["levels"], result["counters"]
-        assert levels[-1]["accepted"] == counters["spec_decode_num_accepted_tokens"] > 0
+    config = {**configuration(name, family), "adaptive": drafts != ALWAYS}
+    engine = {"model": family.target, **CROWDED, "speculative_config": config}
+    results = run_engine(engine, CROWDED_JOBS, patch=PATCHES.get((how, drafts)))
+    assert {job: ids(result) for job, result in results.items()} == crowded_plain
+    checked = results.values() if drafts == ALWAYS else [results["preempted"]]
+    for result in checked:
+        levels, accepted = result["levels"], result["counters"]["spec_decode_num_accepted_tokens"]
+        assert levels[-1]["accepted"] == accepted
+        assert accepted > 0 or drafts == LEARNED
         assert all(0 <= level["accepted"] <= level["drafted"] for level in levels)
+    if how != "recursion" and drafts != ALWAYS:
+        return
     assert results["preempted"]["counters"]["num_preemptions"] > 0
     # Below a head vLLM computes the last block of a prefix again, and here there is one.
     hits = results["prefix hits"]["counters"]["prefix_cache_hits"]
     assert (hits > 0) != ("head" in name)
-
-
-STORED, AFTER = 110, 40
-
-
-@pytest.fixture(scope="module")
-def mostly_stored(family, tmp_path_factory) -> tuple[str, list[int], list[int]]:
-    """A store, a prompt, and the target's greedy text after it, most of which is in the store."""
-    text = greedy(family.target, PROMPTS[1], STORED + AFTER)
-    store = str(tmp_path_factory.mktemp("stored") / "text.safetensors")
-    stored = torch.tensor([*PROMPTS[1], *text[:STORED]])
-    write_store(collect_texts([stored.numpy()], family.vocabulary), store)
-    return store, PROMPTS[1], text
 
 
 @functools.cache
@@ -161,30 +152,25 @@ def greedy(path: str, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", ["install", "install_unread"])
-def test_passes_are_skipped_while_a_lookup_wins(patch, as_on_gpus, family, mostly_stored):
-    """Up to the end of the stored text, where the model drafts again what it drafts alone.
-
-    With a negative control: what it skips is not in its cache, and its drafts are others.
-    """
-    store, prompt, text = mostly_stored
+@pytest.mark.parametrize("patch", ["install", "install+leave_unread"])
+def test_passes_are_skipped_while_a_lookup_wins(patch, as_on_gpus, family, tmp_path):
+    """Up to the end of the stored text, where the model drafts as it does alone; a control not."""
+    prompt, stored, store = PROMPTS[1], 110, str(tmp_path / "text.safetensors")
+    text = greedy(family.target, prompt, stored + 40)
+    known = np.array([*prompt, *text[:stored]])
+    write_store(collect_texts([known], family.vocabulary), store)
     sources = [{"suffix": {"min_acceptance": 0.01, "store": store}}, {"model": family.mid}]
-    found = run_engine(
-        {
-            "model": family.target,
-            "max_num_seqs": 1,
-            "speculative_config": cascade([{"sources": sources}]),
-        },
-        {"": {"prompts": [prompt], "params": {**GREEDY, "max_tokens": len(text)}}},
-        patch=f"support.skipped_passes:{patch}",
-        work=skipped_passes.run,
-    )[""]
+    config = cascade([{"sources": sources}])
+    engine = {"model": family.target, "max_num_seqs": 1, "speculative_config": config}
+    jobs = {"": {"prompts": [prompt], "params": {**GREEDY, "max_tokens": len(text)}}}
+    patched = f"support.skipped_passes:{patch}"
+    found = run_engine(engine, jobs, patch=patched, work=skipped_passes.run)[""]
     assert ids(found) == [text]
     before, after = [], []
     for step in found["steps"]:
-        (after if step[1] > len(prompt) + STORED + 5 else before).append(step)
+        (after if step[1] > len(prompt) + stored + 5 else before).append(step)
     assert sum(not whole for whole, *_ in before) > len(before) / 2
-    assert patch == "install_unread" or sum(whole for whole, *_ in after) > len(after) / 2
+    assert patch == "install+leave_unread" or sum(whole for whole, *_ in after) > len(after) / 2
     alike = [
         draft == greedy(family.mid, [*prompt, *text][:length], len(draft))
         for _, length, drawn, draft in after
@@ -213,25 +199,6 @@ def test_a_head_drafts_alike_whether_its_passes_were_skipped(as_on_gpus, family)
         assert drawn and draft == after[length][: len(draft)] and len(draft) == (4 if every else 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "forced"),
-    [
-        ("suffix, model", True),
-        pytest.param("suffix, model", False, marks=pytest.mark.slow),
-        pytest.param("lookup, exit, model", True, marks=pytest.mark.slow),
-    ],
-)
-def test_levels_that_draft_now_and_then_lose_nothing(name, forced, family, crowded_plain):
-    """`adaptive` on a CPU: levels take part in a step where they pay, or at random."""
-    config = {**configuration(name, family), "adaptive": True}
-    patch = "support.adversarial_depth:install" if forced else None
-    results = run_crowded(family, crowded_plain, config, patch)
-    assert results["preempted"]["counters"]["num_preemptions"] > 0
-    assert results["prefix hits"]["counters"]["prefix_cache_hits"] > 0
-    accepted = results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
-    assert accepted > 0 or not forced
-
-
 def remembering(llm, jobs: dict) -> dict:
     """The jobs, of which each request goes on with the thresholds of the one before."""
     with mock.patch.object(DeviceThresholds, "forget"):
@@ -247,25 +214,41 @@ def test_a_slot_that_is_used_again_remembers_nothing(family):
     engine = {"model": family.target, "max_num_seqs": 1, "speculative_config": config}
     works = (alone, run_jobs), (after, run_jobs), (after, remembering)
     found = [run_engine(engine, jobs, work=work)["alone"] for jobs, work in works]
-    drafted = [
-        [(level["drafted"], level["accepted"]) for level in each["levels"]] for each in found
-    ]
+    drafted = [[(level["drafted"], level["accepted"]) for level in f["levels"]] for f in found]
     assert drafted[0] == drafted[1] != drafted[2]
     assert ids(found[0]) == ids(found[1]) == ids(found[2])
 
 
+@pytest.mark.parametrize("patch", ["install", "install+leave_unread"])
+def test_levels_have_read_every_step(patch, as_on_gpus, family):
+    """Also those in which nothing pays, by CUDA graphs, or a target would reject its own drafts."""
+    params = {"temperature": 1, "max_tokens": 60, "ignore_eos": True}
+    engine = {"model": family.target, "max_num_seqs": 4, "max_model_len": 128}
+    engine["speculative_config"] = {**cascade([{"model": family.target}]), "adaptive": True}
+    jobs = {"": {"prompts": PROMPTS, "params": params}}
+    found = run_engine(engine, jobs, patch=f"support.steps_without_drafts:{patch}")[""]
+    accepted, drafted = (
+        found["counters"][f"spec_decode_num_{each}_tokens"] for each in ("accepted", "draft")
+    )
+    assert drafted > 50 and (accepted == drafted) == (patch == "install")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "forced"),
-    [("two models", False), ("two models", True), ("head, model", True), ("suffix", True)],
-)
-def test_a_batch_that_drafts_now_and_then_loses_nothing(
-    name, forced, as_on_gpus, family, crowded_plain
-):
-    """`adaptive`: the scheduler chooses a length or none, by what was faster or at random."""
-    config = {**configuration(name, family), "adaptive": True}
-    patch = "support.adversarial_depth:install_for_batches" if forced else None
-    results = run_crowded(family, crowded_plain, config, patch)
-    accepted = results["preempted"]["levels"][-1]["accepted"]
-    assert accepted == results["preempted"]["counters"]["spec_decode_num_accepted_tokens"]
-    assert accepted > 0 or not forced
+@pytest.mark.parametrize("other", [None, "ngram", "eagle3", "nothing is shared"])
+def test_outputs_of_ended_requests_are_drafted_for_later_ones(other, family, greedy_tokens):
+    """Of 9 tokens, the first of which comes with the prompt; a head's first drafts are trusted."""
+    shared = {} if other == "nothing is shared" else {"shared_tokens": 500}
+    suffix = {"suffix": {"min_acceptance": 0.01, **shared}}
+    sources = {"ngram": {"ngram": {"min": 3, "max": 3}}, "eagle3": {"eagle3": head(family)}}
+    level = {"sources": [suffix, sources[other]]} if other in sources else suffix
+    one, two = [PROMPTS[1]], [PROMPTS[1], PROMPTS[2]]
+    prompts = {"first": one, "again": one, "with another": two}
+    jobs = {name: {"prompts": each, "params": GREEDY} for name, each in prompts.items()}
+    engine = {"model": family.target, "max_num_seqs": 2, "speculative_config": cascade([level])}
+    results = run_engine(engine, jobs).values()
+    assert [ids(result)[0] for result in results] == [greedy_tokens[1]] * 3
+    counts = [result["counters"]["spec_decode_num_accepted_tokens"] for result in results]
+    if shared:
+        assert counts[0] < 4 <= counts[1] and counts[2] >= 5
+    else:
+        assert counts[0] == counts[1] < 4

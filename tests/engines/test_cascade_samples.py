@@ -7,80 +7,68 @@ from support.exact_joint_distribution import chi_square_p_value, joint_distribut
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 PROMPT = [2, 3, 0, 1]
+# A sound engine fails with this probability; two tokens to choose from make controls sharper.
+SIGNIFICANCE, TWO = 1e-6, {"top_k": 2}
 
 
-def p_values(
-    target: str,
-    speculative_config: dict,
-    cases: dict[str, dict],
-    count: int = 300,
-    patch: str | None = None,
-) -> dict[str, float]:
-    """Case -> chi-square p-value of three sampled tokens against their joint distribution.
-
-    Args:
-        cases: name -> sampling parameters.
-        count: texts of each case, without seeds.
-    """
-    jobs = {
-        case: {
-            "prompts": [PROMPT] * count,
-            "params": {"max_tokens": 4, "ignore_eos": True, **params},
-        }
-        for case, params in cases.items()
-    }
+def p_value(
+    target: str, config: dict, *cases: dict, count: int = 300, patch: str | None = None
+) -> float:
+    """The least, of sampling parameters each: three tokens against their joint distribution."""
+    shared = {"max_tokens": 4, "ignore_eos": True}
+    jobs = {str(c): {"prompts": [PROMPT] * count, "params": {**shared, **c}} for c in cases}
     # Tokens for drafts of all requests at once.
     engine = {"model": target, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
-    engine["speculative_config"] = speculative_config
-    results = run_engine(engine, jobs, patch=patch)
-    found = {
-        case: chi_square_p_value(
-            [tuple(text[:3]) for text in ids(results[case])],
-            joint_distribution(target, PROMPT, 3, params),
-        )
-        for case, params in cases.items()
-    }
+    results = run_engine({**engine, "speculative_config": config}, jobs, patch=patch)
+    found = []
+    for case in cases:
+        samples = [tuple(text[:3]) for text in ids(results[str(case)])]
+        exact = joint_distribution(target, PROMPT, 3, case)
+        found.append(chi_square_p_value(samples, exact))
     print(found)
-    return found
+    return min(found)
 
 
 # More samples of other cascades: test_sampled_distribution.py, test_level_kinds.py.
 @pytest.mark.parametrize("name", ["suffix, model", "mtp", "stock model", "stock head"])
 def test_sampled_text_follows_the_target(name, small_vocabulary):
     target, config = target_of(name, small_vocabulary), configuration(name, small_vocabulary)
-    found = p_values(target, config, {"temperature 1": {}, "top_p": {"top_p": 0.8}})
-    assert min(found.values()) > 1e-6, found
+    assert p_value(target, config, {}, {"top_p": 0.8}) > SIGNIFICANCE
+
+
+# Of a head alone: test_head_levels.py.
+@pytest.mark.parametrize("name", ["two models", "lookup, exit, model", "stock model"])
+def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
+    target, config = small_vocabulary.target, configuration(name, small_vocabulary)
+    patch = "benchmarks.gpu.faults:install"
+    assert p_value(target, config, TWO, count=600, patch=patch) < SIGNIFICANCE
 
 
 @pytest.mark.parametrize(
     ("patch", "fault"),
-    [("install", False), ("install_lowest", False), ("install_lowest_and_keep_rows", True)],
+    [("install", False), ("install_lowest", False), ("install_lowest+keep_rows", True)],
 )
 def test_sampled_text_of_levels_that_draft_now_and_then(patch, fault, small_vocabulary):
     """With a negative control: a lookup's tokens that a level passes on have other rows."""
     levels = [{"ngram": {"min": 1, "max": 2}, "num_tokens": 2}, {"model": small_vocabulary.mid}]
-    speculative = {**cascade(levels), "adaptive": True}
-    params = {"max_tokens": 9, "top_k": 2} if fault else {"max_tokens": 9}
-    patch, cases = f"support.adversarial_depth:{patch}", {"": params}
-    target = small_vocabulary.target
-    found = p_values(target, speculative, cases, 2000, patch)[""]
-    assert found < 1e-6 if fault else found > 1e-6
+    config, case = (
+        {**cascade(levels), "adaptive": True},
+        {"max_tokens": 9, **(TWO if fault else {})},
+    )
+    patch = f"support.adversarial_depth:{patch}"
+    found = p_value(small_vocabulary.target, config, case, count=2000, patch=patch)
+    assert (found < SIGNIFICANCE) == fault
 
 
-@pytest.mark.parametrize("name", ["two models", "lookup, exit, model", "stock model", "stock head"])
-def test_wrong_rows_of_the_drafts_are_caught(name, small_vocabulary):
-    """The negative control; two tokens to choose from make it sharper."""
-    config, patch = configuration(name, small_vocabulary), "benchmarks.gpu.faults:install"
-    found = p_values(small_vocabulary.target, config, {"top_k": {"top_k": 2}}, 600, patch)
-    assert found["top_k"] < 1e-6
-
-
-@pytest.mark.parametrize("fault", [False, True])
-def test_sampled_text_of_a_lookup_or_a_head(fault, small_vocabulary):
+@pytest.mark.parametrize(
+    ("patch", "fault"), [("force_sources", False), ("force_sources+draw_lookups", True)]
+)
+def test_sampled_text_of_a_lookup_or_a_head(patch, fault, small_vocabulary):
     """With a negative control: a lookup's tokens are verified as if the head had drawn them."""
-    target, speculative = small_vocabulary.target, configuration("n-gram or head", small_vocabulary)
-    params, count, patch = {}, 300, "support.forced_choice:install"
-    if fault:
-        params, count, patch = {"top_k": 2}, 600, f"{patch}_drawn_lookups"
-    found = p_values(target, speculative, {"": params}, count, patch)[""]
-    assert found < 1e-6 if fault else found > 1e-6
+    target, config = small_vocabulary.target, configuration("n-gram or head", small_vocabulary)
+    case, count, patch = (
+        TWO if fault else {},
+        600 if fault else 300,
+        f"support.adversarial_depth:{patch}",
+    )
+    assert (p_value(target, config, case, count=count, patch=patch) < SIGNIFICANCE) == fault

@@ -30,24 +30,14 @@ def test_compiled_levels_write_the_targets_text(name, family, greedy_tokens, tmp
     """Above two requests nothing is drafted; the later prompts begin in cached blocks."""
     target = shutil.copytree(family.target, tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
+    one, mid = {"num_tokens": 1}, {"model": family.mid}
     levels = {
-        "head": [{"eagle3": head(family), "num_tokens": 1}, {"model": family.mid}],
-        "two levels": [{"model": family.small, "num_tokens": 1}, {"model": family.mid}],
-        "three levels": [
-            {"ngram": {"max": 3}, "num_tokens": 1},
-            {"early_exit": 1, "num_tokens": 2},
-            {"model": family.mid},
-        ],
+        "head": [{"eagle3": head(family), **one}, mid],
+        "two levels": [{"model": family.small, **one}, mid],
+        "three levels": [{"ngram": {"max": 3}, **one}, {"early_exit": 1, "num_tokens": 2}, mid],
     }[name]
-    engine = {
-        "model": str(target),
-        "enforce_eager": False,
-        "compilation_config": {"mode": 3},
-        "enable_prefix_caching": True,
-        "block_size": 32,
-        "max_num_seqs": 4,
-        **cascade(*levels, disable_by_batch_size=2),
-    }
+    engine = {"model": str(target), "enforce_eager": False, "compilation_config": {"mode": 3}}
+    engine |= {"block_size": 32, "max_num_seqs": 4, **cascade(*levels, disable_by_batch_size=2)}
     sampled = {"max_tokens": GREEDY["max_tokens"], "ignore_eos": True}
     # Below a head vLLM computes the last block of a prefix again.
     shared = [(5 * j) % 60 + 2 for j in range(72)]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.engines import run_engine
 from support.level_files import target_head, write_level_files
-from support.tiny_models import Family
 
 from vllm_hsd.cascade.exit_head import write_exit_head
+from vllm_hsd.tools.audit.tiny_models import Family
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted(REPOSITORY.glob("docs/*.md"))))
@@ -56,6 +56,7 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
         eagle = config["method"] in ("eagle", "eagle3")
         config["model"] = files.eagle3 if eagle else family.mid
     models, layer = [family.mid, family.small], 0
+    paths = {"eagle3": files.eagle3, "bigram_model": files.store, "bigram": files.store}
     given = config.get("levels", [])
     for level in [*given, *(source for outer in given for source in outer.get("sources", []))]:
         for key in CHECKPOINT_KEYS:
@@ -64,10 +65,7 @@ def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
             level["suffix"] = {**level["suffix"], "store": files.store}
         if "model" in level:
             level["model"] = models.pop()
-        if "eagle3" in level:
-            level["eagle3"] = files.eagle3
-        for key in level.keys() & {"bigram_model", "bigram"}:
-            level[key] = files.store
+        level |= {key: path for key, path in paths.items() if key in level}
         if "early_exit" in level or "exit_head" in level:
             # Exits must be ordered by depth, and the target has two layers.
             layer += 1

@@ -11,7 +11,9 @@ from support.exact_joint_distribution import chi_square_p_value, joint_distribut
 from transformers import AutoModelForCausalLM
 
 LENGTH = drawn_branches.LENGTH
-BASE = {"block_size": 32, "max_model_len": 160, "max_num_seqs": 10, "max_num_batched_tokens": 64}
+# Attention has room for 10 rows.
+PLAIN = {"block_size": 32, "max_model_len": 160, "max_num_seqs": 10}
+BASE = {**PLAIN, "max_num_batched_tokens": 64}
 # A sound engine fails a comparison of samples with this probability.
 KEPT = 1e-6
 
@@ -22,22 +24,19 @@ def engine(target: str, drafter: str, branches: int, **keys) -> dict:
     return {"model": target, **BASE, "speculative_config": {**hsd, **keys}}
 
 
-def served(arguments: dict, jobs: dict, fault: str | None = None):
+def served(arguments: dict, jobs: dict, fault: str | None = None, patch: str | None = None):
     """(results, what was seen); see `drawn_branches.run`."""
-    return engines.run_engine(arguments, (jobs, fault), work=drawn_branches.run)
+    return engines.run_engine(arguments, (jobs, fault), work=drawn_branches.run, patch=patch)
 
 
-def test_greedy_text_is_that_of_no_speculation(family, greedy_tokens):
+def test_texts_are_those_of_no_speculation(family, greedy_tokens, seeded_tokens):
     """Alone and among sampled requests, whose rows are verified together; prompts in chunks."""
-    results, seen = served(engine(family.target, family.mid, 3), engines.JOBS)
+    arguments = engine(family.target, family.mid, 3)
+    results, seen = served(arguments, engines.JOBS)
     assert ids(results["joining"]) == greedy_tokens
     assert ids(results["mixed"])[0] == greedy_tokens[0]
     assert len(results["mixed"]["outputs"][1][0]["logprobs"]) == 9
     assert seen["won"] > 3
-
-
-def test_seeded_texts_are_those_of_plain_vllm(family, seeded_tokens):
-    arguments = engine(family.target, family.mid, 3)
     results, seen = served(arguments, engines.SEEDED_JOBS)
     assert {name: ids(result) for name, result in results.items()} == seeded_tokens
     assert seen["won"] > 3
@@ -75,7 +74,7 @@ def test_caches_of_sampled_requests_are_those_of_the_text(family, faulty):
 
 def test_more_drafts_are_accepted_for_longer(as_on_gpus, family):
     """Tokens a step grow with the drafts, of a drafter that is often wrong."""
-    params = {"max_tokens": 24, "ignore_eos": True, "temperature": 1}
+    params = {"max_tokens": 24, "ignore_eos": True}
     jobs = {"sampled": {"prompts": engines.PROMPTS[1:] * 4, "params": params}}
     steps = {}
     for rows in (1, 4):
@@ -112,9 +111,8 @@ JOBS = {
 @pytest.fixture(scope="module")
 def plain(family) -> dict[str, list[list[int]]]:
     """Tokens without speculation, with room for all."""
-    base = {key: value for key, value in BASE.items() if key != "max_num_batched_tokens"}
     jobs = {name: {**job, "arrive": None} for name, job in JOBS.items()}
-    found = engines.run_engine({"model": family.target, **base}, jobs)
+    found = engines.run_engine({"model": family.target, **PLAIN}, jobs)
     return {name: ids(result) for name, result in found.items()}
 
 
@@ -122,13 +120,9 @@ def plain(family) -> dict[str, list[list[int]]]:
     "patch", [None, pytest.param("support.recorded_graph:serve", marks=pytest.mark.slow)]
 )
 def test_a_crowded_engine_loses_nothing(family, plain, patch):
-    """Preemption, cut lists, prompts in chunks, prefix hits, texts up to max_model_len.
-
-    Without CUDA graphs of proposals, and with them alone.
-    """
+    """Preemption, cut lists, prompts in chunks, prefix hits, texts up to max_model_len."""
     arguments = {**engine(family.target, family.mid, 2), **CROWDED}
-    work = drawn_branches.run
-    results, seen = engines.run_engine(arguments, (JOBS, None), work=work, patch=patch)
+    results, seen = served(arguments, JOBS, patch=patch)
     for name, wanted in plain.items():
         assert ids(results[name]) == wanted, name
     assert seen["won"] > 10 and seen["cut"] > 0, seen
@@ -154,85 +148,63 @@ def test_tensor_parallel_ranks_verify_alike(family, plain):
 def test_large_batches_draft_chains(family, plain):
     """More requests than rows are for, and more than may draft, at last."""
     jobs = {"preempted": {**JOBS["preempted"], "arrive": [0, 7, 10, 13]}}
-    arguments = engine(family.target, family.mid, 3)
-    results, seen = engines.run_engine(
-        arguments,
-        (jobs, None),
-        work=drawn_branches.run,
-        patch="support.drawn_branches:allow_several_to_two",
-    )
+    patch = "support.drawn_branches:allow_several_to_two"
+    results, seen = served(engine(family.target, family.mid, 3), jobs, patch=patch)
     assert ids(results["preempted"]) == plain["preempted"]
     assert seen["won"] > 0 and seen["chains"] > 0, seen
 
 
 TOKENS = 6
 PROMPT = [(3 * j) % 5 for j in range(30)]
-CASES = {"temperature 1": {}, "top_k": {"top_k": 3, "temperature": 1.3}, "top_p": {"top_p": 0.8}}
+CASES: list[dict] = [{}, {"top_k": 3, "temperature": 1.3}, {"top_p": 0.8}]
 
 
-def p_values(family, cases: dict, count: int, fault: str | None = None, scale: float = 1):
-    """(p-values of sampled tokens against their joint distribution, what was seen).
-
-    The first one is of no draft.
-
-    Args:
-        scale: on the drafter's temperature.
-    """
-    branches = 4
-    jobs = {
-        name: {
-            "prompts": [PROMPT] * count,
-            "params": {"max_tokens": TOKENS, "ignore_eos": True, **params},
-        }
-        for name, params in cases.items()
-    }
-    arguments = engine(family.target, family.small, branches, disable_by_batch_size=64)
+def p_value(family, cases: list[dict], count: int, scale: float, fault: str | None = None):
+    """(least p-value of tokens against their joint distribution, what was seen)."""
+    arguments = engine(family.target, family.small, 4, disable_by_batch_size=64)
     arguments["speculative_config"]["levels"][0]["temperature_scale"] = scale
     # Attention has room for all rows of 16 requests, and a step for the tokens of as many.
-    arguments |= {"max_num_seqs": 64, "max_num_batched_tokens": 16 * branches * (LENGTH + 1)}
+    arguments |= {"max_num_seqs": 64, "max_num_batched_tokens": 16 * 4 * (LENGTH + 1)}
+    shared = {"max_tokens": TOKENS, "ignore_eos": True}
+    jobs = {str(c): {"prompts": [PROMPT] * count, "params": {**shared, **c}} for c in cases}
     results, seen = served(arguments, jobs, fault)
-    found = {}
-    for name, params in cases.items():
-        exact = joint_distribution(family.target, PROMPT, TOKENS, params)
+    found = []
+    for case in cases:
+        exact = joint_distribution(family.target, PROMPT, TOKENS, case)
+        # The first token is of no draft.
         for part in (slice(1, 4), slice(3, TOKENS)):
             marginal: dict[tuple[int, ...], float] = Counter()
             for outcome, p in exact.items():
                 marginal[outcome[part]] += p
-            samples = [tuple(tokens[part]) for tokens in ids(results[name])]
-            found[f"{name}, from token {part.start}"] = chi_square_p_value(samples, marginal)
+            samples = [tuple(tokens[part]) for tokens in ids(results[str(case)])]
+            found.append(chi_square_p_value(samples, marginal))
     print(found, seen)
-    return found, seen
+    return min(found), seen
+
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 @pytest.mark.parametrize(
     ("count", "scale"),
-    [
-        (250, 2.5),
-        *(
-            pytest.param(6000, scale, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
-            for scale in (0.4, 1, 2.5)
-        ),
-    ],
+    [(250, 2.5), *(pytest.param(6000, scale, marks=SLOW) for scale in (0.4, 1, 2.5))],
 )
 def test_samples_follow_the_target(small_vocabulary, count, scale):
     """With scales as of its controls, and one with which further rows win often."""
-    found, seen = p_values(small_vocabulary, CASES, count, scale=scale)
-    assert min(found.values()) > KEPT, found
+    found, seen = p_value(small_vocabulary, CASES, count, scale)
+    assert found > KEPT
     assert seen["several"] > 2 * count and seen["won"] > count / 4
-
-
-SUBTLE = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 @pytest.mark.parametrize(
     ("fault", "count", "scale"),
     [
         ("drafts' rows of another place", 600, 1),
-        pytest.param("all rows by the same uniforms", 6000, 0.4, marks=SUBTLE),
-        pytest.param("target's rows of another draft", 6000, 1, marks=SUBTLE),
+        pytest.param("all rows by the same uniforms", 6000, 0.4, marks=SLOW),
+        pytest.param("target's rows of another draft", 6000, 1, marks=SLOW),
     ],
 )
 def test_faults_are_caught(small_vocabulary, fault, count, scale):
     """Negative controls; two need many samples, and are caught exactly in another file."""
-    found, _ = p_values(small_vocabulary, {"temperature 1": {}}, count, fault, scale)
-    assert min(found.values()) < KEPT, found
+    found, _ = p_value(small_vocabulary, [{}], count, scale, fault)
+    assert found < KEPT

@@ -5,24 +5,14 @@ from support.engines import run_engine
 from support.level_files import cascade
 
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(3 + 5 * i)] for i in range(8)]
-TEMPERATURES = {
-    f"temperature {t}, top_p {p}": {"temperature": t, "top_p": p}
-    for t in (0.7, 1.0, 1.3)
-    for p in (1.0, 0.8)
-}
+REQUEST = {"max_tokens": 24, "ignore_eos": True}
+CASES = [{"temperature": t, "top_p": p} for t in (0.7, 1.0, 1.3) for p in (1.0, 0.8)]
+CASES += [{"top_k": 5, "min_p": 0.05}, {"temperature": 0}]
 
 
 @pytest.mark.parametrize(("levels", "verifier"), [(1, "block"), (2, "block"), (2, "coupled")])
 def test_every_draft_is_accepted(family, levels, verifier):
-    cases = {
-        **TEMPERATURES,
-        "top_k 5, min_p 0.05": {"top_k": 5, "min_p": 0.05},
-        "greedy": {"temperature": 0},
-    }
-    jobs = {
-        name: {"prompts": PROMPTS, "params": {**params, "max_tokens": 24, "ignore_eos": True}}
-        for name, params in cases.items()
-    }
+    jobs = {str(case): {"prompts": PROMPTS, "params": {**REQUEST, **case}} for case in CASES}
     model = {"model": family.target}
     below = [{**model, "num_tokens": 2 + k} for k in range(levels - 1)]
     engine = {**model, **cascade(*below, model, verifier=verifier)}

@@ -2,10 +2,10 @@
 
 import json
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import xgrammar
+from engines.test_stop_strings_and_grammars import PROMPTS, TEXT
 from support.engines import ids, run_engine, run_jobs
 from support.level_files import cascade
 from support.marks import slow
@@ -23,43 +23,30 @@ SCHEMA = {
     "required": list(KEYS),
     "additionalProperties": False,
 }
-PROMPTS = [TOKENIZER.encode(text) for text in ("abc", "def fed", "a cab a bed", "0123", "{", "cdc")]
 JSON = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 150}
-FREE = {"max_tokens": 40, "temperature": 0}
+GREEDY, FREE = {**JSON, "temperature": 0}, {"max_tokens": 40, "temperature": 0}
 OFF = {"extra_args": {"hsd_num_tokens": 0}}
-JOBS = {
-    "greedy": {"prompts": PROMPTS, "params": {**JSON, "temperature": 0}},
-    "seeded": {"prompts": PROMPTS, "params": [{**JSON, "seed": i} for i in range(6)]},
-    "few tokens": {
-        "prompts": PROMPTS,
-        "params": [{**JSON, "temperature": 0, "max_tokens": 20 + i} for i in range(6)],
-    },
-    "next to others": {
-        "prompts": PROMPTS,
-        "params": [{**JSON, "temperature": 0} if i % 2 else FREE for i in range(6)],
-        "arrive": [0, 1, 2, 3, 4, 5],
-    },
-    "off": {"prompts": PROMPTS, "params": {**JSON, "temperature": 0, **OFF}},
+PARAMS: dict[str, dict | list[dict]] = {
+    "greedy": GREEDY,
+    "seeded": [{**JSON, "seed": i} for i in range(6)],
+    "few tokens": [{**GREEDY, "max_tokens": 20 + i} for i in range(6)],
+    "next to others": [FREE, GREEDY] * 3,
+    "off": {**GREEDY, **OFF},
 }
+JOBS = {name: {"prompts": PROMPTS, "params": params} for name, params in PARAMS.items()}
+JOBS["next to others"]["arrive"] = [0, 1, 2, 3, 4, 5]
+NGRAM, SIX = {"ngram": {}}, {"num_speculative_tokens": 6}
 LEVELS = {
-    "prediction": lambda family: cascade({"prediction": {}}, num_speculative_tokens=6),
-    "branches": lambda family: {
-        **cascade({"sources": [{"ngram": {}}, {"suffix": {}}], "branches": 3}),
+    "prediction": lambda f: cascade({"prediction": {}}, **SIX),
+    "branches": lambda f: {
+        **cascade({"sources": [NGRAM, {"suffix": {}}], "branches": 3}),
         "max_model_len": 512,
     },
-    "two models": lambda family: cascade(
-        {"model": family.small, "num_tokens": 3}, {"model": family.mid}, num_speculative_tokens=6
-    ),
-    "adaptive": lambda family: cascade({"model": family.small}, adaptive=True),
-    "next to a model": lambda family: cascade(
-        {"sources": [{"ngram": {}}, {"model": family.small}]}
-    ),
+    "two models": lambda f: cascade({"model": f.small, "num_tokens": 3}, {"model": f.mid}, **SIX),
+    "adaptive": lambda f: cascade({"model": f.small}, adaptive=True),
+    "next to a model": lambda f: cascade({"sources": [NGRAM, {"model": f.small}]}),
 }
 SLOW = ("adaptive", "next to a model")
-GRAMMARS = {
-    "skip_tokenizer_init": False,
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-}
 
 
 def counted(llm, jobs: dict) -> dict:
@@ -77,12 +64,12 @@ def counted(llm, jobs: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def plain(text_family) -> dict:
-    return run_engine({"model": text_family.target, **GRAMMARS}, JOBS)
+    return run_engine({"model": text_family.target, **TEXT}, JOBS)
 
 
 @pytest.fixture(scope="module", params=[*(n for n in LEVELS if n not in SLOW), *slow(*SLOW)])
 def results(request, text_family) -> tuple[str, dict]:
-    engine = {"model": text_family.target, **GRAMMARS, **LEVELS[request.param](text_family)}
+    engine = {"model": text_family.target, **TEXT, **LEVELS[request.param](text_family)}
     return request.param, run_engine(engine, JOBS, work=counted)
 
 
@@ -108,69 +95,32 @@ def test_they_are_drafted_and_counted(results):
     assert all(level["drafted"] == 0 for level in found["off"]["levels"])
 
 
-def drafts_something_else() -> None:
-    forced_tokens.forced_tokens = lambda grammar, tokenizer: TOKENIZER.encode('{"th}}')
-
-
-def test_wrong_tokens_change_no_text(text_family, plain):
-    """A rule that takes for forced what is not: grammar and target refuse it."""
-    engine = {"model": text_family.target, **GRAMMARS, **LEVELS["two models"](text_family)}
-    patch = "engines.test_forced_tokens:drafts_something_else"
-    found = run_engine(engine, {"greedy": JOBS["greedy"]}, work=counted, patch=patch)["greedy"]
-    assert ids(found) == ids(plain["greedy"])
-
-
 def forces_one_letter() -> None:
     forced_tokens.forced_tokens = lambda grammar, tokenizer: TOKENIZER.encode("zzz")
 
 
-def rejections(llm, jobs) -> tuple[list[float], int]:
-    """Forced tokens, and what moved the thresholds of levels whose drafts end by entropy."""
+def rejections(llm, jobs) -> tuple[dict, int]:
+    """Results, and what moved the thresholds of levels whose drafts end by entropy."""
 
     def moved(worker) -> int:
         return int(worker.model_runner.speculator.thresholds.count.sum())
 
-    found = counted(llm, jobs)
-    return found["letters"][FORCED], llm.collective_rpc(moved)[0]
+    return counted(llm, jobs)["letters"], llm.collective_rpc(moved)[0]
 
 
-def test_a_rejected_token_that_no_level_drafted_moves_no_threshold(text_family):
+def test_wrong_tokens_change_no_text_and_move_no_threshold(text_family):
+    """A rule that takes for forced what the grammar only allows: the target refuses it."""
     levels = cascade({"model": text_family.small, "stopping": "entropy"})
-    engine = {"model": text_family.target, **GRAMMARS, **levels}
+    engine = {"model": text_family.target, **TEXT, **levels}
     params = {"structured_outputs": {"regex": "[a-z]*"}, "temperature": 0, "max_tokens": 20}
     job = {"letters": {"prompts": PROMPTS, "params": params}}
     patch = "engines.test_forced_tokens:forces_one_letter"
-    (drafted, accepted), moved = run_engine(engine, job, work=rejections, patch=patch)
+    wrong, moved = run_engine(engine, job, work=rejections, patch=patch)
+    drafted, accepted = wrong[FORCED]
     assert accepted < drafted and moved == 0
-    _, moved = run_engine(engine, job, work=rejections)
-    assert moved > 0
-
-
-class Grammar:
-    """Of xgrammar's kind: text that must follow, of which tokens up to `valid` are allowed."""
-
-    def __init__(self, text: str, valid: int = 99) -> None:
-        self.matcher = SimpleNamespace(find_jump_forward_string=lambda: text)
-        self.valid = valid
-
-    def is_terminated(self) -> bool:
-        return False
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return tokens[: self.valid]
-
-
-class Other(Grammar):
-    """Of a backend that says nothing of what must follow."""
-
-    def __init__(self) -> None:
-        self.valid = 99
-
-
-class Guidance(Other):
-    """Of llguidance's kind, which says it in tokens."""
-
-    ll_matcher = SimpleNamespace(compute_ff_tokens=lambda: [7, 8])
+    right, moved = run_engine(engine, job, work=rejections)
+    assert right[FORCED] == [0, 0] and moved > 0
+    assert ids(wrong) == ids(right)
 
 
 def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
@@ -221,55 +171,57 @@ def test_a_text_that_goes_on_has_no_space_of_its_own(kind, text):
     assert found == tokens and all(matcher.accept_token(token) for token in found)
 
 
-LIMITED = SimpleNamespace(extra_args={"hsd_num_tokens": 1})
+def of_xgrammar(text: str) -> dict:
+    """Which says in text what must follow."""
+    return {"matcher": SimpleNamespace(find_jump_forward_string=lambda: text)}
 
 
-def request_of(grammar, **more) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{
-            "use_structured_output": True,
-            "is_prefill_chunk": False,
-            "is_finished": lambda: False,
-            "structured_output_request": SimpleNamespace(grammar=grammar, reasoning_ended=None),
-            "sampling_params": SimpleNamespace(extra_args=None),
-            "max_tokens": 50,
-            "num_output_tokens": 0,
-            **more,
-        }
-    )
+ABC, LIMITED = of_xgrammar("abc"), SimpleNamespace(extra_args={"hsd_num_tokens": 1})
 
 
 @pytest.mark.parametrize(
-    ("request_", "expected"),
+    ("matcher", "given", "expected"),
     [
-        (request_of(Grammar("abcdefgh")), 5),
-        (request_of(Grammar("abcdefgh", valid=2)), 2),
-        (request_of(Grammar("")), None),
-        (request_of(Other()), None),
-        (request_of(Grammar("abc"), is_prefill_chunk=True), None),
-        (request_of(Grammar("abc"), is_finished=lambda: True), None),
-        (request_of(Grammar("abc"), use_structured_output=False), None),
-        (request_of(Grammar("abc"), max_tokens=10, num_output_tokens=7), 2),
-        (request_of(Grammar("abc"), max_tokens=10, num_output_tokens=9), None),
-        (request_of(Grammar("abc"), sampling_params=LIMITED), 1),
-        (request_of(Guidance()), 2),
+        (of_xgrammar("abcdefgh"), {}, 5),
+        (of_xgrammar(""), {}, None),
+        ({"validate_tokens": lambda tokens: tokens[:2], **of_xgrammar("abcdefgh")}, {}, 2),
+        # Of a backend that says nothing, and of llguidance's kind, which says it in tokens.
+        ({}, {}, None),
+        ({"ll_matcher": SimpleNamespace(compute_ff_tokens=lambda: [7, 8])}, {}, 2),
+        (ABC, {"is_prefill_chunk": True}, None),
+        (ABC, {"is_finished": lambda: True}, None),
+        (ABC, {"use_structured_output": False}, None),
+        (ABC, {"max_tokens": 10, "num_output_tokens": 7}, 2),
+        (ABC, {"max_tokens": 10, "num_output_tokens": 9}, None),
+        (ABC, {"sampling_params": LIMITED}, 1),
     ],
 )
 @pytest.mark.parametrize("reasons", [False, True])
-def test_when_tokens_are_forced(request_, expected, reasons):
+def test_when_tokens_are_forced(matcher, given, expected, reasons, monkeypatch):
+    monkeypatch.setattr("vllm_hsd.config.platform.read_on_host", lambda: True)
+    sound = {"is_terminated": lambda: False, "validate_tokens": lambda tokens: tokens}
+    grammar = SimpleNamespace(**{**sound, **matcher})
+    request = {
+        "use_structured_output": True,
+        "is_prefill_chunk": False,
+        "is_finished": lambda: False,
+        "structured_output_request": SimpleNamespace(grammar=grammar, reasoning_ended=None),
+        "sampling_params": SimpleNamespace(extra_args=None),
+        "max_tokens": 50,
+        "num_output_tokens": 0,
+    }
     manager = SimpleNamespace(
         tokenizer=TOKENIZER, enable_in_reasoning=False, reasoner_cls=object() if reasons else None
     )
     hsd = SimpleNamespace(several_drafts=False, num_speculative_tokens=5)
     scheduler = SimpleNamespace(
         vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(hsd=hsd)),
-        requests={"a": request_},
+        requests={"a": SimpleNamespace(**{**request, **given})},
         structured_output_manager=manager,
         dynamic_sd_lookup=None,
     )
     drafts = SimpleNamespace(req_ids=["a", "gone"], draft_token_ids=[[1, 2, 3], [4]])
-    with mock.patch("vllm_hsd.config.platform.read_on_host", lambda: True):
-        found = force(scheduler, drafts)
+    found = force(scheduler, drafts)
     if expected is None or reasons:
         assert not found and drafts.draft_token_ids == [[1, 2, 3], [4]]
     else:
@@ -277,6 +229,5 @@ def test_when_tokens_are_forced(request_, expected, reasons):
     assert getattr(scheduler, ATTRIBUTE) == found
     scheduler.dynamic_sd_lookup = [5, 5, 0]  # by requests of a step
     drafts.draft_token_ids = [[], []]
-    with mock.patch("vllm_hsd.config.platform.read_on_host", lambda: True):
-        assert force(scheduler, drafts) == {}
+    assert force(scheduler, drafts) == {}
     assert drafts.draft_token_ids == [[], []] and getattr(scheduler, ATTRIBUTE) == {}

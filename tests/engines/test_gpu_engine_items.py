@@ -1,5 +1,6 @@
 """The items of `make gpu-proof` that run engines, in toy sizes."""
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,10 +8,10 @@ import numpy as np
 import pytest
 from support import triton_cpu
 from support.engines import ENVIRONMENT
+from support.soak_servers import write_table
 from support.table_drafters import tables
 from support.table_runner import TableRunner
 
-from benchmarks.common import MODELS
 from benchmarks.gpu import (
     boot,
     defaults,
@@ -25,10 +26,7 @@ from benchmarks.gpu import (
     step_times,
 )
 from benchmarks.gpu.items import Setting
-from vllm_hsd.cascade.text_store import collect_texts, write_store
-from vllm_hsd.tools.audit import tiny_models
 from vllm_hsd.tools.engine import EngineProcess
-from vllm_hsd.tools.planner.prompts import read_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -56,10 +54,10 @@ def paths(family) -> dict[str, str]:
 
 
 def test_without_vllm_no_engine_item_runs(tmp_path, monkeypatch):
+    items = boot, defaults, engine_distribution, forwards, levels, memory, same_text, soak
     without_extensions = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     for spec, reason in ((None, "not installed"), (without_extensions, "no compiled extensions")):
         monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        items = boot, defaults, engine_distribution, forwards, levels, memory, same_text, soak
         for module in items:
             with pytest.raises(pytest.skip.Exception, match=reason):
                 module.run(Setting("cpu", tmp_path))
@@ -80,12 +78,9 @@ def test_same_text(setting, text_family):
 
 @pytest.mark.slow
 def test_levels(setting, text_family, tmp_path):
-    tokenizer, store = tiny_models.byte_tokenizer(), str(tmp_path / "store.safetensors")
-    texts = read_prompts(MODELS / "prompts.jsonl")[:4]
-    texts = [np.array(tokenizer.encode(text), dtype=np.int32) for text in texts]
-    write_store(collect_texts(texts, len(tokenizer)), store)
     # Blocks have 128 tokens on a CPU, and each row has some of its own.
     longer = replace(setting, engine_args={**setting.engine_args, "max_model_len": 512})
+    store = write_table(tmp_path / "store.safetensors")
     found = levels.run(longer, paths(text_family), store)
     assert not found.left_out and not found.waiting
     assert sum("equals that of no speculation" in line for line in found.lines) == 13
@@ -145,8 +140,7 @@ def test_all_requests_of_the_distribution_draft(family):
     register()
     count = engine_distribution.REQUESTS
     assert not any("seed" in params for params in engine_distribution.requests(count, 8)[1])
-    configs = engine_distribution.configurations(paths(family))
-    for name, given in configs.items():
+    for name, given in engine_distribution.configurations(paths(family)).items():
         args = {"model": family.target, "max_num_seqs": count, "skip_tokenizer_init": True}
         found = EngineArgs(**args, speculative_config=given).create_engine_config()
         spec = found.speculative_config
@@ -173,16 +167,8 @@ def test_a_control_of_the_distribution_changes_text(monkeypatch, fault):
 
 
 def test_a_configuration_that_does_not_draft_fails(setting, monkeypatch):
-    class Engine:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def generate(self, *_):
-            return SimpleNamespace(num_tokens=8, num_target_steps=8, drafted=0)
-
-    monkeypatch.setattr(engine_distribution.engines, "engine", lambda *_, **__: Engine())
+    answer = SimpleNamespace(num_tokens=8, num_target_steps=8, drafted=0)
+    engine = contextlib.nullcontext(SimpleNamespace(generate=lambda *_: answer))
+    monkeypatch.setattr(engine_distribution.engines, "engine", lambda *_, **__: engine)
     with pytest.raises(pytest.fail.Exception, match="0 tokens drafted"):
         engine_distribution._row(setting, {"target": "t", "mid": "m"}, "two levels", {}, None)

@@ -44,34 +44,29 @@ ENGINE = {
 }
 
 
-def configurations(family) -> dict[str, dict]:
+def compiled(family, name: str, patch: str | None = None, work=warm_ups.run) -> dict[str, list]:
+    """Job -> kernels that it compiled."""
     suffix, mid = {"suffix": {}}, {"model": family.mid}
-    return {
+    ngram, eagle3 = {"ngram": {"max": 3}}, {"eagle3": head(family)}
+    config = {
         "suffix": cascade([{"suffix": {"min_acceptance": 0.01}}]),
         "two models": cascade([{"model": family.small, "num_tokens": 2}, mid]),
         "adaptive": {**cascade([{**suffix, "num_tokens": 2}, mid]), "adaptive": True},
-        "head above a lookup": {
-            **cascade([{"sources": [{"ngram": {"max": 3}}, {"eagle3": head(family)}]}], 8),
-            "adaptive": True,
-        },
-        "head, model": cascade([{"eagle3": head(family), "num_tokens": 2}, mid]),
-        "branches": cascade([{"sources": [{"ngram": {"max": 3}}, suffix], "branches": 2}]),
+        "head above a lookup": cascade([{"sources": [ngram, eagle3]}], 8) | {"adaptive": True},
+        "head, model": cascade([{**eagle3, "num_tokens": 2}, mid]),
+        "branches": cascade([{"sources": [ngram, suffix], "branches": 2}]),
         "stock drafter": stock("draft_model", **mid, num_speculative_tokens=3),
-    }
-
-
-def compiled(family, name: str, patch: str | None = None, work=warm_ups.run) -> dict[str, list]:
-    """Job -> kernels that it compiled."""
-    engine = {**ENGINE, "speculative_config": configurations(family)[name]}
+    }[name]
+    engine = {**ENGINE, "speculative_config": config}
     found = run_engine({**engine, "model": family.target}, JOBS, patch=patch, work=work)
     assert all(len(text) == 24 for result in found.values() for text in ids(result))
     drafted = sum(r["counters"]["spec_decode_num_draft_tokens"] for r in found.values())
     assert drafted > 500
-    made = {
-        job: [(kernel, each) for kernel, each in result["compiled"] if kernel != VLLMS]
+    return {
+        job: made
         for job, result in found.items()
+        if (made := [each for each in result["compiled"] if each[0] != VLLMS])
     }
-    return {job: each for job, each in made.items() if each}
 
 
 @pytest.mark.parametrize(

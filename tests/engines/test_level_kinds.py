@@ -1,10 +1,21 @@
-"""Cascades of every kind of level: sampled distribution and greedy equality."""
+"""Cascades of every kind of level: sampled distribution, greedy equality, acceptance."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 from support.engines import run_engine
-from support.level_files import LevelFiles, cascade, every_kind, write_level_files
+from support.level_files import LevelFiles, cascade, write_level_files
 from support.marks import slow
 from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
+from support.tiny_models import resized
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from vllm_hsd.tools.audit.tiny_models import Family
+from vllm_hsd.tools.cli.main import main
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 GREEDY = {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}
@@ -12,73 +23,52 @@ COMPARED = {name: CASES[name] for name in ("temperature 0.7", "top_p")}
 # Drafts shrink near the end of a request: long enough for the lowest of four levels to draft.
 MAX_TOKENS = 10
 
-LOOKUP, ENDS = {"ngram": {"max": 3}}, {"stopping": "entropy"}
-CASCADES = {
-    "ngram": lambda f, files: cascade({**LOOKUP, "num_tokens": 3}, {"model": f.mid}),
-    "bigram": lambda f, files: cascade(
-        {"bigram": files.store, "num_tokens": 2},
-        {"model": f.small, "num_tokens": 3},
-        {"model": f.mid},
+# Names of models and files, in the place of which `filled` puts paths.
+SMALL, MID, PAIRS = {"model": "small"}, {"model": "mid"}, {"bigram_model": "store"}
+HEAD, EXIT_HEAD = {"eagle3": "eagle3"}, {"exit_head": "exit_head"}
+LOOKUP, SUFFIX = {"ngram": {"max": 3}}, {"suffix": {"store": "store", "shared_tokens": 500}}
+FIRST, SECOND = {"early_exit": 1}, {"early_exit": 2}
+TWO, THREE, FOUR = ({"num_tokens": n} for n in (2, 3, 4))
+ENDS, UNVERIFIED, ROUNDS = {"stopping": "entropy"}, {"verifier": "none"}, {"max_rounds": 2}
+HORIZONTAL, SEVEN = {"horizontal_tokens": 1}, {"num_speculative_tokens": 7}
+# Name -> (levels, other keys).
+CASCADES: dict[str, tuple[list[dict], dict]] = {
+    "ngram": ([LOOKUP | THREE, MID], {}),
+    "bigram": ([{"bigram": "store"} | TWO, SMALL | THREE, MID], {}),
+    "interleaved": ([SMALL | TWO, EXIT_HEAD | FOUR | UNVERIFIED, MID | UNVERIFIED], SEVEN),
+    "eagle3": ([HEAD], {}),
+    "eagle3 below a model": ([HEAD | TWO | ENDS, MID], HORIZONTAL),
+    "early_exit": ([FIRST], {}),
+    "two early exits": ([FIRST | TWO, SECOND], {}),
+    "exit_head": ([EXIT_HEAD], {}),
+    "exit_head below an exit": ([EXIT_HEAD | TWO | ENDS, SECOND], HORIZONTAL),
+    "exit_head above a model": ([SMALL | TWO, EXIT_HEAD | FOUR, MID], {}),
+    "entropy-based stopping": ([PAIRS | THREE | ENDS, SMALL | FOUR | ENDS, MID | ENDS], {}),
+    "suffix": ([{"suffix": {"store": "store"}}], {}),
+    "bigram_model": ([PAIRS], {}),
+    "bigram_model among sources": ([{"sources": [LOOKUP, PAIRS]} | THREE, MID], {}),
+    "several sources": ([{"sources": [LOOKUP, SUFFIX, SMALL]} | THREE, MID], {}),
+    "five models from ngram": (
+        [LOOKUP | TWO, EXIT_HEAD | THREE | ENDS, SMALL | FOUR | ENDS | ROUNDS, MID | ENDS],
+        SEVEN | HORIZONTAL,
     ),
-    "interleaved": lambda f, files: cascade(
-        {"model": f.small, "num_tokens": 2},
-        {"exit_head": files.exit_head, "num_tokens": 4, "verifier": "none"},
-        {"model": f.mid, "verifier": "none"},
-        num_speculative_tokens=7,
-    ),
-    "eagle3": lambda f, files: cascade({"eagle3": files.eagle3}),
-    "eagle3 below a model": lambda f, files: cascade(
-        {"eagle3": files.eagle3, "num_tokens": 2, **ENDS}, {"model": f.mid}, horizontal_tokens=1
-    ),
-    "early_exit": lambda f, files: cascade({"early_exit": 1}),
-    "two early exits": lambda f, files: cascade(
-        {"early_exit": 1, "num_tokens": 2}, {"early_exit": 2}
-    ),
-    "exit_head": lambda f, files: cascade({"exit_head": files.exit_head}),
-    "exit_head below an exit": lambda f, files: cascade(
-        {"exit_head": files.exit_head, "num_tokens": 2, **ENDS},
-        {"early_exit": 2},
-        horizontal_tokens=1,
-    ),
-    "exit_head above a model": lambda f, files: cascade(
-        {"model": f.small, "num_tokens": 2},
-        {"exit_head": files.exit_head, "num_tokens": 4},
-        {"model": f.mid},
-    ),
-    "entropy-based stopping": lambda f, files: cascade(
-        {"bigram_model": files.store, "num_tokens": 3, **ENDS},
-        {"model": f.small, "num_tokens": 4, **ENDS},
-        {"model": f.mid, **ENDS},
-    ),
-    "suffix": lambda f, files: cascade({"suffix": {"store": files.store}}),
-    "bigram_model": lambda f, files: cascade({"bigram_model": files.store}),
-    "bigram_model among sources": lambda f, files: cascade(
-        {"sources": [LOOKUP, {"bigram_model": files.store}], "num_tokens": 3}, {"model": f.mid}
-    ),
-    "several sources": lambda f, files: cascade(
-        {"sources": [LOOKUP, every_kind(f, files)["suffix"], {"model": f.small}], "num_tokens": 3},
-        {"model": f.mid},
-    ),
-    "five models from ngram": lambda f, files: cascade(
-        {**LOOKUP, "num_tokens": 2},
-        {"exit_head": files.exit_head, "num_tokens": 3, **ENDS},
-        {"model": f.small, "num_tokens": 4, **ENDS, "max_rounds": 2},
-        {"model": f.mid, **ENDS},
-        num_speculative_tokens=7,
-        horizontal_tokens=1,
-    ),
-    "five models from pairs": lambda f, files: cascade(
-        {"bigram_model": files.store, "num_tokens": 2, **ENDS},
-        {"early_exit": 1, "num_tokens": 3, **ENDS},
-        {"model": f.small, "num_tokens": 4, **ENDS},
-        {"model": f.mid, **ENDS},
-        num_speculative_tokens=7,
-        horizontal_tokens=2,
+    "five models from pairs": (
+        [PAIRS | TWO | ENDS, FIRST | THREE | ENDS, SMALL | FOUR | ENDS, MID | ENDS],
+        SEVEN | {"horizontal_tokens": 2},
     ),
 }
 # Their levels are also in the others.
 SLOW = ("two early exits", "exit_head below an exit", "exit_head above a model")
 SLOW += ("five models from pairs",)
+
+
+def filled(part: Any, family: Family, files: LevelFiles) -> Any:
+    """A part of a configuration with paths in the place of names."""
+    if isinstance(part, dict):
+        return {key: filled(value, family, files) for key, value in part.items()}
+    if isinstance(part, list):
+        return [filled(value, family, files) for value in part]
+    return {**vars(family), **vars(files)}.get(part, part) if isinstance(part, str) else part
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +82,15 @@ FAST = [name for name in CASCADES if name not in SLOW]
 
 @pytest.fixture(scope="module", params=[*FAST, *slow(*SLOW)])
 def engine(request, small_vocabulary, files) -> dict:
-    return {"model": small_vocabulary.target, **CASCADES[request.param](small_vocabulary, files)}
+    levels, keys = CASCADES[request.param]
+    arguments = cascade(*filled(levels, small_vocabulary, files), **keys)
+    return {"model": small_vocabulary.target, **arguments}
 
 
 @pytest.fixture(scope="module")
 def results(engine) -> dict:
-    return run_engine(
-        engine, {"sampled": sampling_job(COMPARED, 250, MAX_TOKENS), "greedy": GREEDY}
-    )
+    jobs = {"sampled": sampling_job(COMPARED, 250, MAX_TOKENS), "greedy": GREEDY}
+    return run_engine(engine, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +121,60 @@ def test_20000_samples_follow_the_target(small_vocabulary, engine):
 
 def test_greedy_equals_no_speculation(results, plain):
     assert results["greedy"]["outputs"] == plain
+
+
+@pytest.mark.parametrize("order", [("narrow", "wide"), ("wide", "narrow")])
+def test_drafters_with_fewer_and_more_rows_of_logits_for_one_tokenizer(
+    small_vocabulary, tmp_path, order
+):
+    def padded(name: str, rows: int) -> str:
+        path = Path(resized(getattr(small_vocabulary, name), tmp_path / name, rows))
+        # Four tokens, so that all of them pad.
+        words = Tokenizer(WordLevel({word: i for i, word in enumerate("abcd")}, unk_token="a"))
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a").save_pretrained(path)
+        return str(path)
+
+    drafters = {"narrow": padded("small", 4), "wide": padded("mid", 7)}
+    lower, upper = (drafters[name] for name in order)
+    cases = {**COMPARED, "greedy": CASES["greedy"]}
+    jobs = {"sampled": sampling_job(cases, 400, MAX_TOKENS), "greedy": GREEDY}
+    engine = {"model": padded("target", 5)}
+    levels = cascade({"model": lower, "num_tokens": 2}, {"model": upper})
+    found = run_engine({**engine, **levels}, jobs)
+    plain = run_engine(engine, {"greedy": GREEDY})
+    assert found["greedy"]["outputs"] == plain["greedy"]["outputs"]
+    # The token that the narrow drafter lacks occurs.
+    assert any(4 in output[0]["ids"][:-1] for output in plain["greedy"]["outputs"])
+    assert all(level["accepted"] > 0 for level in found["sampled"]["levels"])
+    p = p_values(engine["model"], cases, found["sampled"])
+    assert min(p.values()) > SIGNIFICANCE, p
+
+
+def acceptance_rates(model: str, *levels: dict, repeat: int = 1, **keys) -> list[float]:
+    """Accepted share of each level's drafts at temperature 1."""
+    job = {"prompts": PROMPTS * repeat, "params": {"max_tokens": 40, "ignore_eos": True}}
+    result = run_engine({"model": model, **cascade(*levels, **keys)}, {"sampled": job})
+    return [level["accepted"] / level["drafted"] for level in result["sampled"]["levels"]]
+
+
+def test_files_written_by_the_commands_are_served(text_family, tmp_path):
+    """A trained head accepts more than the plain exit that its training started from."""
+    text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes().decode()
+    corpus, table = str(tmp_path / "text"), str(tmp_path / "table")
+    (tmp_path / "text").write_text(text)
+    assert main(["build", "store", "--target", text_family.target, corpus, "-o", table]) == 0
+    arguments = ["--target", text_family.target, "--layers", "1", "--steps", "80"]
+    assert main(["build", "exit-heads", *arguments, "-o", str(tmp_path), corpus]) == 0
+    lowest, head = {"bigram": table, "num_tokens": 1}, {"exit_head": str(tmp_path / "layer-1")}
+    # Short drafts: the accepted share of longer drafts depends on their length.
+    drafts = {"repeat": 8, "num_speculative_tokens": 2}
+    (plain,) = acceptance_rates(text_family.target, {"early_exit": 1}, **drafts)
+    bigram, trained = acceptance_rates(text_family.target, lowest, head, **drafts)
+    assert trained > plain + 0.02 and bigram > 0
+
+
+def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary):
+    level = {"model": small_vocabulary.small}
+    (fixed,) = acceptance_rates(small_vocabulary.target, level)
+    (ended,) = acceptance_rates(small_vocabulary.target, {**level, "stopping": "entropy"})
+    assert ended > fixed

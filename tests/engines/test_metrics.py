@@ -20,14 +20,9 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def engine(family):
+def results(family):
     levels = {"model": family.small, "num_tokens": 2}, {"model": family.mid}
-    return {"model": family.target, **cascade(*levels)}
-
-
-@pytest.fixture(scope="module")
-def in_process(engine):
-    return run_engine(engine, JOBS)
+    return run_engine({"model": family.target, **cascade(*levels)}, JOBS)
 
 
 def test_an_engine_with_more_levels_after_another_in_a_process(monkeypatch):
@@ -36,22 +31,18 @@ def test_an_engine_with_more_levels_after_another_in_a_process(monkeypatch):
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_counts_fit_together(in_process, job):
-    levels, counters = in_process[job]["levels"], in_process[job]["counters"]
+def test_counts_fit_together(results, job):
+    levels, counters = results[job]["levels"], results[job]["counters"]
     for level in levels:
         assert 0 < level["accepted"] < level["drafted"]
         assert 0 < level["rounds"] <= level["drafted"] and level["forwards"] > 0
-    assert levels[0]["drafted"] <= 2 * levels[0]["rounds"]
-    assert levels[1]["accepted"] == counters["spec_decode_num_accepted_tokens"]
-    tokens = sum(len(out[0]["ids"]) for out in in_process[job]["outputs"])
-    # Every target call adds one token of its own; a draft may reach past the last one.
-    assert tokens <= levels[1]["accepted"] + levels[1]["rounds"] + 2 * len(PROMPTS) + 12
-
-
-def test_what_was_asked_of_levels_and_their_seconds_are_counted(in_process):
-    for level in in_process["seeded"]["levels"]:
         assert level["rounds"] <= level["requested"] - level["empty"]
         assert level["seconds"] >= level["forward_seconds"] > 0
+    assert levels[0]["drafted"] <= 2 * levels[0]["rounds"]
+    assert levels[1]["accepted"] == counters["spec_decode_num_accepted_tokens"]
+    tokens = sum(len(out[0]["ids"]) for out in results[job]["outputs"])
+    # Every target call adds one token of its own; a draft may reach past the last one.
+    assert tokens <= levels[1]["accepted"] + levels[1]["rounds"] + 2 * len(PROMPTS) + 12
 
 
 def counted(*rows: dict[str, int], sources: tuple[str, ...] = ()) -> LevelCounts:
@@ -91,35 +82,25 @@ def test_totals_add_up_and_print(counts, line):
     assert metrics.log_line(totals) == line
 
 
-def places(llm, jobs) -> dict:
-    """What vLLM's metrics and a request's own say of the places of a draft."""
+def places(llm, prompt: list[int]) -> tuple[list[int], list[int], int, int]:
+    """Accepted tokens by place; of a request their histogram, places and drafted tokens."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    [output] = llm.generate([{"prompt_token_ids": jobs["prompt"]}], params, use_tqdm=False)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     own = output.outputs[0].spec_decode_metrics
     name = "vllm:spec_decode_num_accepted_tokens_per_pos"
     [accepted] = [metric.values for metric in llm.get_metrics() if metric.name == name]
-    return {
-        "accepted": accepted,
-        "histogram": own.histogram,
-        "longest": own.num_spec_tokens,
-        "drafted": own.num_draft_tokens,
-    }
+    return accepted, own.histogram, own.num_spec_tokens, own.num_draft_tokens
 
 
 def test_branches_have_no_places_of_their_own():
     """A draft of five has five places; tokens of branches count as drafted."""
     level = {"sources": [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}], "branches": 4}
-    engine = {
-        "model": neighbours.ENGINE["model"],
-        **cascade(level),
-        "block_size": 32,
-        "max_num_seqs": 4,
-        "per_request_spec_decode_metrics": "summary",
-    }
-    found = run_engine(engine, {"prompt": neighbours.tokens(neighbours.LOOP)}, work=places)
-    assert len(found["accepted"]) == found["longest"] == 5 and len(found["histogram"]) == 6
-    tokens = sum(n * count for n, count in enumerate(found["histogram"]))
-    assert sum(found["accepted"]) == tokens > 0
-    assert found["drafted"] > 5 * sum(found["histogram"]) / 2
+    engine = {"model": neighbours.ENGINE["model"], "block_size": 32, "max_num_seqs": 4}
+    engine |= {"per_request_spec_decode_metrics": "summary", **cascade(level)}
+    prompt = neighbours.tokens(neighbours.LOOP)
+    accepted, histogram, longest, drafted = run_engine(engine, prompt, work=places)
+    assert len(accepted) == longest == 5 and len(histogram) == 6
+    assert sum(accepted) == sum(n * count for n, count in enumerate(histogram)) > 0
+    assert drafted > 5 * sum(histogram) / 2

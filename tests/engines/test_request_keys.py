@@ -15,11 +15,14 @@ PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 12 * i)] for i in range(
 LENGTH = 40
 GREEDY = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
 SEEDED = [{**GREEDY, "temperature": 1, "seed": i} for i in range(8)]
-PREDICTION = {"prediction": {}}
+PREDICTION: dict = {"prediction": {}}
+TWO, THREE = {"num_tokens": 2}, {"num_tokens": 3}
+FOUR, SIX = {"num_speculative_tokens": 4}, {"num_speculative_tokens": 6}
 
 
-def said(params: list[dict], keys: list[dict]) -> list[dict]:
-    return [{**each, "extra_args": key} for each, key in zip(params, keys, strict=True)]
+def job(params: list[dict], keys: list[dict], prompts: list[list[int]] = PROMPTS) -> dict:
+    params = [{**each, "extra_args": key} for each, key in zip(params, keys, strict=True)]
+    return {"prompts": prompts, "params": params}
 
 
 def predicted(answers: list[list[int]]) -> list[dict]:
@@ -38,65 +41,43 @@ def predicted(answers: list[list[int]]) -> list[dict]:
     return [{"hsd_prediction": tokens, "other": "key"} for tokens in predictions.values()]
 
 
-def lengths() -> list[dict]:
-    return [{"hsd_num_tokens": n} for n in (0, 1, 2, 3, 0, 99, 4, 5)]
-
-
-BASE = {
-    "greedy": {"prompts": PROMPTS, "params": GREEDY},
-    "seeded": {"prompts": PROMPTS, "params": SEEDED},
-}
-
 CROWDED = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 9}
 ENGINES = {
-    "alone": lambda family: cascade(PREDICTION, num_speculative_tokens=6),
-    "adaptive": lambda family: cascade(PREDICTION, num_speculative_tokens=6, adaptive=True),
+    "alone": lambda family: cascade(PREDICTION, **SIX),
+    "adaptive": lambda family: cascade(PREDICTION, **SIX, adaptive=True),
     "sources": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
     "next to a model": lambda family: cascade({"sources": [PREDICTION, {"model": family.small}]}),
-    "below a model": lambda family: cascade(
-        {**PREDICTION, "num_tokens": 3}, {"model": family.mid}, num_speculative_tokens=6
+    "below a model": lambda family: cascade(PREDICTION | THREE, {"model": family.mid}, **SIX),
+    "chunked prefill and preemption": lambda family: cascade(PREDICTION, **FOUR) | CROWDED,
+    "as on a GPU": lambda family: ENGINES["sources"](family),
+    "chunked, below a model as on a GPU": lambda family: (
+        cascade(PREDICTION | TWO, {"model": family.mid}, **FOUR) | CROWDED
     ),
-    "chunked prefill and preemption": lambda family: {
-        **cascade(PREDICTION, num_speculative_tokens=4),
-        **CROWDED,
-    },
-    "as on a GPU": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
-    "chunked, below a model as on a GPU": lambda family: {
-        **cascade({**PREDICTION, "num_tokens": 2}, {"model": family.mid}, num_speculative_tokens=4),
-        **CROWDED,
-    },
 }
 SLOW = ("adaptive", "next to a model")
 
 
 @pytest.fixture(scope="module")
 def plain(family) -> dict:
-    return run_engine({"model": family.target}, BASE)
+    params = {"greedy": GREEDY, "seeded": SEEDED}
+    jobs = {name: {"prompts": PROMPTS, "params": each} for name, each in params.items()}
+    return run_engine({"model": family.target}, jobs)
 
 
 @pytest.fixture(scope="module")
 def jobs(plain) -> dict:
-    keys = predicted(ids(plain["greedy"]))
-    # What a seed draws is predicted as well as what is greedy.
-    drawn = predicted(ids(plain["seeded"]))
-    one = [{"hsd_prediction": ids(plain["greedy"])[2]}]
+    answers, drawn = ids(plain["greedy"]), ids(plain["seeded"])
+    lengths = [{"hsd_num_tokens": n} for n in (0, 1, 2, 3, 0, 99, 4, 5)]
+    one, siblings = {"hsd_prediction": answers[2]}, [{**SEEDED[i], "n": 3} for i in range(2)]
     return {
-        "greedy": {"prompts": PROMPTS, "params": said([GREEDY] * 8, keys)},
-        "seeded": {"prompts": PROMPTS, "params": said(SEEDED, drawn)},
-        "lengths": {"prompts": PROMPTS, "params": said([GREEDY] * 8, lengths())},
-        "none": {"prompts": PROMPTS, "params": said([GREEDY] * 8, [{"hsd_num_tokens": 0}] * 8)},
-        "equal": {"prompts": PROMPTS[2:3], "params": said([GREEDY], one)},
-        "both": {
-            "prompts": PROMPTS[2:3],
-            "params": said([GREEDY], [{**one[0], "hsd_num_tokens": 2}]),
-        },
-        "siblings": {
-            "prompts": PROMPTS[:2],
-            "params": said(
-                [{**SEEDED[0], "n": 3}, {**SEEDED[1], "n": 3}],
-                [{"hsd_prediction": ids(plain["seeded"])[i]} for i in range(2)],
-            ),
-        },
+        "greedy": job([GREEDY] * 8, predicted(answers)),
+        # What a seed draws is predicted as well as what is greedy.
+        "seeded": job(SEEDED, predicted(drawn)),
+        "lengths": job([GREEDY] * 8, lengths),
+        "none": job([GREEDY] * 8, [{"hsd_num_tokens": 0}] * 8),
+        "equal": job([GREEDY], [one], PROMPTS[2:3]),
+        "both": job([GREEDY], [{**one, "hsd_num_tokens": 2}], PROMPTS[2:3]),
+        "siblings": job(siblings, [{"hsd_prediction": each} for each in drawn[:2]], PROMPTS[:2]),
     }
 
 
@@ -171,12 +152,12 @@ def test_adapters(family, tmp_path):
     """One prediction under three adapters."""
     first, second = (write_adapter(tmp_path / str(i), family.target, seed=i) for i in (1, 2))
     lora = {"model": family.target, "enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-    job = {"prompts": PROMPTS[:6], "params": GREEDY, "adapters": [None, first, second] * 2}
-    expected = ids(run_engine(lora, {"a": job})["a"])
-    job = {**job, "params": said([GREEDY] * 6, [{"hsd_prediction": expected[1]}] * 6)}
+    adapted = {"prompts": PROMPTS[:6], "params": GREEDY, "adapters": [None, first, second] * 2}
+    expected = ids(run_engine(lora, {"a": adapted})["a"])
+    adapted |= job([GREEDY] * 6, [{"hsd_prediction": expected[1]}] * 6, PROMPTS[:6])
     for variables in ({}, {AS_ON_GPUS: "1"}):
         with mock.patch.dict(os.environ, variables):
-            found = run_engine({**lora, **cascade(PREDICTION)}, {"a": job})["a"]
+            found = run_engine({**lora, **cascade(PREDICTION)}, {"a": adapted})["a"]
         assert ids(found) == expected
         assert found["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
 
@@ -204,10 +185,9 @@ def refusals(llm, requests: list[dict]) -> list[str]:
         params = SamplingParams(max_tokens=2, extra_args=keys)
         try:
             llm.generate([{"prompt_token_ids": [5, 6]}], params, use_tqdm=False)
+            said.append("")
         except ValueError as error:
             said.append(str(error))
-        else:
-            said.append("")
         assert params.extra_args == keys
     return said
 

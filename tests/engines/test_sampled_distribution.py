@@ -13,20 +13,16 @@ def model_levels(family, count: int, **keys) -> dict:
 
 
 PREEMPTING = "two drafters, few tokens and KV blocks"
+# The scheduler cuts drafts and preempts requests.
+CROWDED = {"max_num_seqs": 48, "max_num_batched_tokens": 150}
+CROWDED |= {"block_size": 32, "num_gpu_blocks_override": 14}
 ENGINES = {
     "one drafter, block": lambda family: model_levels(family, 1),
     "one drafter, standard": lambda family: model_levels(family, 1, verifier="standard"),
     "two drafters, block": lambda family: model_levels(family, 2),
     "two drafters, standard": lambda family: model_levels(family, 2, verifier="standard"),
     "two drafters, coupled": lambda family: model_levels(family, 2, verifier="coupled"),
-    # The scheduler cuts drafts and preempts requests.
-    PREEMPTING: lambda family: {
-        **model_levels(family, 2),
-        "max_num_seqs": 48,
-        "max_num_batched_tokens": 150,
-        "block_size": 32,
-        "num_gpu_blocks_override": 14,
-    },
+    PREEMPTING: lambda family: {**model_levels(family, 2), **CROWDED},
     "every kind of level": lambda family: cascade(
         {"ngram": {"max": 2}, "num_tokens": 2},
         {"early_exit": 1, "num_tokens": 3, "temperature_scale": 1.2},
@@ -41,13 +37,13 @@ ENGINES = {
 FAST = [name for name in ENGINES if name not in ("one drafter, standard", "two drafters, block")]
 
 
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+
 @pytest.mark.parametrize(
     ("engine", "count"),
     [(engine, 150 if engine == PREEMPTING else 250) for engine in FAST]
-    + [
-        pytest.param(engine, 20000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
-        for engine in ENGINES
-    ],
+    + [pytest.param(engine, 20000, marks=SLOW) for engine in ENGINES],
 )
 def test_samples_follow_the_target(small_vocabulary, engine, count):
     arguments = {"model": small_vocabulary.target, **ENGINES[engine](small_vocabulary)}
@@ -65,7 +61,7 @@ def test_an_uncapped_final_ratio_is_caught(small_vocabulary):
     """Negative control: the published code's fault, on 4000 samples of one case."""
     arguments = {"model": small_vocabulary.target, **model_levels(small_vocabulary, 1)}
     cases = {"temperature 0.7": CASES["temperature 0.7"]}
-    patch = "support.biased_sampler:install_uncapped_final_ratio"
+    patch = "support.biased_sampler:no_cap"
     result = run_engine(arguments, {"sampled": sampling_job(cases, 4000)}, patch=patch)["sampled"]
     found = p_values(small_vocabulary.target, cases, result)
     assert min(found.values()) < SIGNIFICANCE, found

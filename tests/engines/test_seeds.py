@@ -1,7 +1,5 @@
 """A seeded request gets the text of vLLM without speculation, whatever is drafted, and however."""
 
-import itertools
-
 import pytest
 from support.cascades import DRAWN, stock
 from support.engines import differing, run_engine
@@ -34,6 +32,8 @@ SEEDED = [
 ]
 OTHERS = [{"max_tokens": 30, "ignore_eos": True, "temperature": i} for i in range(2)]
 MIXED = {"prompts": PROMPTS + PROMPTS[:2], "params": SEEDED + OTHERS}
+# Hot enough that no two texts agree by chance.
+UNSEEDED = {"temperature": 1.0, "seed": None}
 SEVERAL = {"max_tokens": 12, "ignore_eos": True, "n": 3}
 JOBS = {
     **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in (0, 4)},
@@ -41,11 +41,7 @@ JOBS = {
     "twelve and others, prefix hits": MIXED,
     "join and leave": {**MIXED, "arrive": [0, 3, 5, 6, 6, 9, 1, 2, 11, 4, 4, 8, 0, 7]},
     "several": {"prompts": PROMPTS[:4], "params": {**SEVERAL, "seed": 5}},
-    # Hot enough that no two texts agree by chance.
-    "no seeds": {
-        "prompts": [PROMPTS[0]] * 4,
-        "params": {**SEEDED[0], "temperature": 1.0, "seed": None},
-    },
+    "no seeds": {"prompts": [PROMPTS[0]] * 4, "params": {**SEEDED[0], **UNSEEDED}},
 }
 SHAPES = {
     "whole": {"block_size": 32},
@@ -107,29 +103,30 @@ def test_seeded_texts_are_those_of_vllm_without_speculation(
     engine = cascade(*own, adaptive=adaptive)
     results = run_engine({"model": family.target, **SHAPES[shape], **engine}, JOBS)
     assert not wrong(results, plain)
-    preempted = sum(result["counters"]["num_preemptions"] for result in results.values())
-    assert (preempted > 0) == (shape == "preempted")
-    assert sum(result["counters"]["prefix_cache_hits"] for result in results.values()) > 0
     counters = [result["counters"] for result in results.values()]
-    accepted = sum(each["spec_decode_num_accepted_tokens"] for each in counters)
+    preempted, hits, accepted = (
+        sum(each[name] for each in counters)
+        for name in ("num_preemptions", "prefix_cache_hits", "spec_decode_num_accepted_tokens")
+    )
+    assert (preempted > 0) == (shape == "preempted") and hits > 0
     assert accepted > 0 or adaptive  # which may find that no draft pays
     unseeded = results["no seeds"]["outputs"]
     assert len({tuple(output[0]["ids"]) for output in unseeded}) == 4
 
 
-STOCK = {
-    "ngram": lambda family, files: {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-    "draft_model": lambda family, files: {"model": family.mid, **DRAWN},
-    "eagle3": lambda family, files: {"model": files.eagle3, **DRAWN},
-}
+STOCK = [(m, s) for m in ("ngram", "draft_model", "eagle3") for s in SHAPES]
 
 
 @pytest.mark.parametrize(
-    ("method", "shape"),
-    [pytest.param(*case, marks=marks(case)) for case in itertools.product(STOCK, SHAPES)],
+    ("method", "shape"), [pytest.param(*case, marks=marks(case)) for case in STOCK]
 )
 def test_under_stock_drafters_too(family, files, plain, method, shape):
-    speculative = stock(method, **STOCK[method](family, files))
+    keys = {
+        "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "draft_model": {"model": family.mid, **DRAWN},
+        "eagle3": {"model": files.eagle3, **DRAWN},
+    }[method]
+    speculative = stock(method, **keys)
     engine = {"model": family.target, **SHAPES[shape], "speculative_config": speculative}
     results = run_engine(engine, JOBS)
     assert not wrong(results, plain)
@@ -139,6 +136,6 @@ def test_under_stock_drafters_too(family, files, plain, method, shape):
 def test_a_draw_of_another_position_is_seen(family, files, plain):
     """Negative control: the noise of the next position, and noise that is met twice."""
     engine = {"model": family.target, **cascade(*levels("ngram", family, files))}
-    for fault in ("noise_of_the_next_position", "noise_met_twice"):
-        results = run_engine(engine, JOBS, patch=f"support.biased_sampler:install_{fault}")
+    for fault in ("neighbouring_noise", "noise_met_twice"):
+        results = run_engine(engine, JOBS, patch=f"support.biased_sampler:{fault}")
         assert {"alone 4", "four", "several"} <= wrong(results, plain)

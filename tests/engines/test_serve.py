@@ -30,10 +30,8 @@ def server(text_family, tmp_path_factory):
     cascade = three_levels(text_family, write_table(directory / "texts.safetensors", answer))
     # One process serves, one runs engine and model, as on one GPU; on a CPU vLLM's default is a
     # third one, for the model, which the slow soaks have.
-    together = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with running_server(
-        text_family.target, directory, cascade, CROWDED, environment=together
-    ) as server:
+    one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with running_server(text_family.target, directory, cascade, CROWDED, None, one) as server:
         yield server
 
 

@@ -19,23 +19,17 @@ def test_both_engines_serve_text_of_no_speculation(text_family, tmp_path, adapti
     params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     jobs = {"text": {"prompts": PROMPTS, "params": params}}
     plain = run_engine({"model": text_family.target}, jobs)["text"]
-
-    options = {"data-parallel-size": 2}
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    asked = {"model": "tiny", "max_tokens": 40, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    options, ranks = {"data-parallel-size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     # Adaptive ranks switch levels in every step, each by itself.
     config = {**two_models(text_family), "adaptive": adaptive}
     plugin = "support.adversarial_depth:install" if adaptive else None
-    with running_server(
-        text_family.target, tmp_path, config, options, plugin, environment
-    ) as server:
+    with running_server(text_family.target, tmp_path, config, options, plugin, ranks) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
 
         def answer(prompt: list[int]) -> list[int]:
-            extra = {"ignore_eos": True, "return_token_ids": True}
-            choice = client.completions.create(
-                model="tiny", prompt=prompt, max_tokens=40, temperature=0, extra_body=extra
-            ).choices[0]
-            return choice.token_ids
+            return client.completions.create(prompt=prompt, **asked).choices[0].token_ids
 
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             found = list(pool.map(answer, PROMPTS))

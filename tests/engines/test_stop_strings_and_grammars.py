@@ -28,9 +28,7 @@ PARAMS = {
     "choice": {**structured(choice=CHOICES), "temperature": 0},
     "regex": {**structured(regex=PATTERN), "temperature": 0},
     "json": {**structured(json=SCHEMA), "temperature": 0},
-    "with and without grammar": [
-        {**GREEDY, **(structured(regex=PATTERN) if i % 2 else {})} for i in range(len(PROMPTS))
-    ],
+    "with and without grammar": [GREEDY, {**structured(regex=PATTERN), "temperature": 0}] * 3,
 }
 JOBS = {name: {"prompts": PROMPTS, "params": params} for name, params in PARAMS.items()}
 JOBS["sampled json"] = {

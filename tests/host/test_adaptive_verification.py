@@ -8,29 +8,32 @@ import numpy as np
 import pytest
 import torch
 from oracle.distributions import chain_distribution
-from oracle.exact import Choices, Table, Tokens, deviation
+from oracle.exact import Choices, Table, Tokens, deviation, extended
 from oracle.test_program_exact import Chosen, exact_engine, proposed
+from support.adaptive_tables import AdaptiveTableRunner, without_a_gpu
 from support.exact_joint_distribution import chi_square_p_value
+from support.programs import MAX_NUM_REQS, reference_steps
 from support.table_drafters import TableDrafter, cascade, tables
 from support.table_runner import OnlineAcceptanceEstimator, TableRunner, joint
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
+
+from vllm_hsd.cascade.adaptive_verification import MOST, BoundedConfidence, DraftConfidence
+from vllm_hsd.config.cascade_config import CascadeConfig
+from vllm_hsd.host.cascade_sampler import serve
+from vllm_hsd.host.draft_confidence import draft_confidence
+from vllm_hsd.host.head_sources import with_lookups
 
 
 @pytest.fixture(autouse=True)
 def hosted():
-    from support.adaptive_tables import without_a_gpu
-
     with without_a_gpu():
         yield
 
 
-def runner(params, name=None, *, admits, **options):
+def runner(params, name=None, *, admits):
     """Drafts of four tokens of a cascade; without its name of vLLM's drafter."""
-    from support.adaptive_tables import AdaptiveTableRunner
-
-    target, draft = tables()
-    if name is not None:
-        options |= {"cascade": cascade(name), "prompt_length": 4}
-    return AdaptiveTableRunner(target, draft, params, length=4, admits=admits, **options)
+    options = {} if name is None else {"cascade": cascade(name), "prompt_length": 4}
+    return AdaptiveTableRunner(*tables(), params, length=4, admits=admits, **options)
 
 
 def highest(name: str | None) -> torch.Tensor:
@@ -83,26 +86,18 @@ def model(length: int, generator: torch.Generator) -> dict[tuple[int, ...], torc
 
 
 def emitted(target, draft, tokens, length: int) -> torch.Tensor:
-    """[3] * 3 distribution of the first tokens of a request whose draft ends at a length."""
+    """[27] distribution of the first three tokens of a request whose draft ends at a length."""
     rows = torch.stack([target[tokens[:i]] for i in range(length + 1)])
     proposals = torch.stack([draft[tokens[:i]] for i in range(length)]) if length else rows[:0]
     found = chain_distribution(rows, proposals, torch.tensor(tokens[:length], dtype=torch.int64))
-    joint_rows = torch.zeros(3, 3, 3, dtype=torch.float64)
-    for t, v in itertools.product(range(length + 1), range(3)):
-        begin = (*tokens[:t], v)
-        for rest in itertools.product(range(3), repeat=3 - len(begin)):
-            text, weight = begin, found[t, v].clone()
-            for token in rest:
-                weight *= target[text][token]
-                text = *text, token
-            joint_rows[text] += weight
-    return joint_rows
+    begun = {(*tokens[:t], v): float(p) for (t, v), p in np.ndenumerate(found.numpy())}
+    whole = extended(begun, lambda text: target[text].tolist(), 3)
+    texts = itertools.product(range(3), repeat=3)
+    return torch.tensor([float(whole[text]) for text in texts], dtype=torch.float64)
 
 
 def bias(rule, budget: int) -> float:
     """Total variation distance of the joint text of two requests whose drafts share a budget."""
-    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
-
     generator = torch.Generator().manual_seed(5)
     models = [(model(2, generator), model(1, generator)) for _ in range(2)]
     drafts = list(itertools.product(range(3), repeat=2))
@@ -119,9 +114,9 @@ def bias(rule, budget: int) -> float:
         probs = torch.tensor([[rule(rows[r][i], pair[r][i]) for i in range(2)] for r in range(2)])
         admitted = torch.full((2,), 2, dtype=torch.int32)
         _assign_draft_token_budget(probs.float(), torch.arange(2), admitted, budget, 2)
-        one, other = (memory[r, pair[r], int(admitted[r])].flatten() for r in range(2))
+        one, other = (memory[r, pair[r], int(admitted[r])] for r in range(2))
         found += weight * one[:, None] * other
-    exact = [emitted(target, draft, (0, 0), 0).flatten() for target, draft in models]
+    exact = [emitted(target, draft, (0, 0), 0) for target, draft in models]
     return float((found - exact[0][:, None] * exact[1]).abs().sum() / 2)
 
 
@@ -141,12 +136,9 @@ def test_shared_budgets_leave_the_joint_text_of_requests_exact(budget):
     assert bias(of_token, budget) > 1e-3
 
 
-def p_value(name, params, *, by_token=False, count=300) -> float:
-    """Of three tokens after the prompt, where three of eight draft tokens are admitted.
-
-    by_token: confidences are what the tokens' own probabilities are.
-    """
-    served = runner([params] * count, name, admits=3 * count // 2)
+def p_value(name, *, by_token=False, count=300) -> float:
+    """Of three tokens after the prompt, where three of eight draft tokens are admitted."""
+    served = runner([{}] * count, name, admits=3 * count // 2)
     record, prompt, uneven = served.manager.record_confidences, 1 if name is None else 4, False
 
     def recorded(probs, batch):
@@ -156,24 +148,25 @@ def p_value(name, params, *, by_token=False, count=300) -> float:
         record(rows.gather(2, served.drafted[:, :, None])[:, :, 0], batch)
 
     if by_token:
+        # Confidences are what the tokens' own probabilities are.
         served.manager.record_confidences = recorded
     while min(map(len, served.texts())) < prompt + 3:
         served.step()
         uneven |= len(set(served.admitted.tolist())) > 1
     assert uneven
     texts = [tuple(text[prompt : prompt + 3]) for text in served.texts()]
-    return chi_square_p_value(texts, joint(params, 3))
+    return chi_square_p_value(texts, joint({}, 3))
 
 
 @pytest.mark.parametrize("name", [None, "two", "choice", "horizontal"])
 def test_text_follows_the_target(name):
-    assert p_value(name, {}) > 1e-6
+    assert p_value(name) > 1e-6
 
 
 @pytest.mark.parametrize("name", [None, "one"])
 def test_confidences_of_the_tokens_themselves_are_caught(name):
     """Negative control of the comparison above."""
-    assert p_value(name, {}, by_token=True, count=800) < 1e-6
+    assert p_value(name, by_token=True, count=800) < 1e-6
 
 
 def test_what_fills_a_draft_up_was_not_rejected():
@@ -191,12 +184,10 @@ def test_what_fills_a_draft_up_was_not_rejected():
         assert estimator.counts.equal(judged)
 
 
-def head_next_to_lookups(served, kind: type):
+def head_next_to_lookups(served):
     """A drafter of vLLM's, of tables, next to an n-gram lookup, in the place of the runner's."""
-    from vllm_hsd.config.cascade_config import CascadeConfig
-    from vllm_hsd.host.head_sources import with_lookups
 
-    class EagleSpeculator(kind):
+    class EagleSpeculator(TableDrafter):
         __module__ = "vllm.tables"
 
         def __init__(self, vllm_config, device):
@@ -217,12 +208,8 @@ def head_next_to_lookups(served, kind: type):
 
 
 def test_lookups_next_to_a_head_take_its_confidences_away():
-    from vllm_hsd.cascade.adaptive_verification import DraftConfidence
-    from vllm_hsd.host.cascade_sampler import serve
-
-    target, draft = tables()
-    served = TableRunner(target, draft, [{}] * 2, length=4, ours=False, prompt_length=4)
-    drafter = head_next_to_lookups(served, TableDrafter)
+    served = TableRunner(*tables(), [{}] * 2, length=4, ours=False, prompt_length=4)
+    drafter = head_next_to_lookups(served)
     drafter.acceptance_estimator = object()
     served.runner.speculator = drafter
     serve(served.runner)
@@ -245,20 +232,12 @@ def test_lookups_next_to_a_head_take_its_confidences_away():
 def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
     """Total variation distance of a step whose draft ends where its product falls to 0.3.
 
-    Every draw of the program and of the target's verification is enumerated.
-
-    Returns:
-        The distance, and how many tokens of drafts were left out.
+    And how many tokens of drafts were left out, over all draws.
     """
-    from support.programs import MAX_NUM_REQS, reference_steps
-
-    from vllm_hsd.host.draft_confidence import draft_confidence
-
     engine = exact_engine(lengths, vocabulary=2, **keys)
     longest, target = engine.schedule.num_speculative_tokens, Table(2, 1)
-    confidence = draft_confidence(
-        MAX_NUM_REQS, longest, torch.device("cpu"), engine.state.lengths_of
-    )
+    size = MAX_NUM_REQS, longest, torch.device("cpu")
+    confidence = draft_confidence(*size, engine.state.lengths_of)
     engine.program.confidence, chosen, left_out = confidence, Chosen(engine), set()
     probs, slots = torch.zeros(1, longest), engine.index.long()
 
@@ -281,8 +260,7 @@ def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "keys"),
-    [((3,), {}), ((1, 3), {}), ((1, 3), {"horizontal_tokens": 1})],
+    ("lengths", "keys"), [((3,), {}), ((1, 3), {}), ((1, 3), {"horizontal_tokens": 1})]
 )
 def test_drafts_of_the_program_that_end_by_confidence_leave_the_text_exact(lengths, keys):
     found, left_out = program_bias(lengths, **keys)
@@ -316,10 +294,7 @@ def test_log_probabilities_of_listed_tokens_are_those_of_admitted_places():
 @pytest.mark.parametrize("longest", [1, 8, 63])
 def test_products_of_confidences_fall_strictly(longest):
     """No two places of a draft are alike, so that none decides for one before it."""
-    from vllm_hsd.cascade.adaptive_verification import MOST, BoundedConfidence
-
-    cpu = torch.device("cpu")
-    bounded = BoundedConfidence(OnlineAcceptanceEstimator(1, longest, cpu))
+    bounded = BoundedConfidence(OnlineAcceptanceEstimator(1, longest, torch.device("cpu")))
     for prob in (bounded.least, MOST):
         products = torch.full((longest,), prob, dtype=torch.float32).cumprod(0)
         assert (products.diff() < 0).all() and 0 < products[-1] <= products[0] < 1

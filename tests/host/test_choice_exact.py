@@ -1,13 +1,13 @@
 """Exact distribution of steps whose drafts are a lookup's or a model's, whichever is chosen.
 
-The program runs as in `oracle.test_program_exact`, and as a CPU runs it; the kernels that choose
-are interpreted. Two steps, so that the second choice goes by what became of the first one, or one
-step of two rounds. The past also decides which passes the model runs, and which levels a CPU runs.
+Two steps, so that the second choice goes by what became of the first one, or one of two rounds. The
+past also decides which passes the model runs, and which levels a CPU runs.
 """
 
 import copy
 import zlib
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import Chosen, exact_engine
 from support.programs import MAX_NUM_REQS, reference_steps
 
+from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.cascade.program import ProgramSources
 
 VOCABULARY = 2
 TARGET = Table(VOCABULARY, 1)
@@ -38,13 +40,9 @@ def of_place(state, *, drafts: bool) -> tuple:
 
 def choosing(rule: str):
     """`SourcesLookup` with a lookup and a model, which are chosen by a rule."""
-    from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 
     class ByHash(SourcesLookup):
-        """Any function of the text, the offers and what was learned; "drawn" sees the draft too.
-
-        For "cut" the model drafts.
-        """
+        """Any function of the past; "drawn" sees the draft too, and for "cut" the model drafts."""
 
         def choose(self, state):
             if int(state.requested[0, 0]) > 0 and rule != "learned":
@@ -66,16 +64,8 @@ def choosing(rule: str):
     return ByHash([(last_again, estimates)], 0.05, MAX_NUM_REQS, 2, cpu, has_drafter=True)
 
 
-class NoTrials:
-    """Of a model next to lookups: it drafts where it is preferred alone."""
-
-    def pays(self, option):
-        pass
-
-    def due(self, option):
-        return False
-
-
+# Of a model next to lookups: it drafts where it is preferred alone.
+NO_TRIALS = SimpleNamespace(pays=lambda option: None, due=lambda option: False)
 # Levels that draft in a step of two levels.
 SELECTIONS = [
     StepLevels((0, 1), (1, 2)),
@@ -89,8 +79,6 @@ def bias(
     rule: str, lengths=(2,), verifier="block", steps=2, host=False
 ) -> tuple[Fraction, set[tuple]]:
     """Total variation distance to the target's joint distribution, and which sources drafted."""
-    from vllm_hsd.cascade.program import ProgramSources
-
     found = choosing(rule)
     found.length = lengths[0]
 
@@ -110,7 +98,7 @@ def bias(
         found.shared.zero_()
         found.forget(torch.tensor([slot]))
         if host:
-            whole.trials = NoTrials()
+            whole.trials = NO_TRIALS
         text: Tokens = ()
         for _ in range(steps):
             past = zlib.crc32(repr((text, found.own.tolist())).encode())
@@ -134,35 +122,30 @@ def bias(
 
 
 @pytest.mark.parametrize(
-    ("rule", "lengths", "verifier", "steps"),
+    ("rule", "lengths", "verifier", "steps", "host"),
     [
-        ("any", (2,), "standard", 2),
-        pytest.param("learned", (2,), "block", 2, marks=pytest.mark.slow),
-        pytest.param("any", (2,), "block", 2, marks=pytest.mark.slow),
-        pytest.param("any", (1, 2), "block", 2, marks=pytest.mark.slow),
-        pytest.param("any", (1, 3), "block", 1, marks=pytest.mark.slow),
+        ("any", (2,), "standard", 2, False),
+        pytest.param("learned", (2,), "block", 2, False, marks=pytest.mark.slow),
+        pytest.param("any", (2,), "block", 2, False, marks=pytest.mark.slow),
+        pytest.param("any", (1, 2), "block", 2, False, marks=pytest.mark.slow),
+        pytest.param("any", (1, 3), "block", 1, False, marks=pytest.mark.slow),
+        ("any", (2,), "standard", 2, True),
+        ("any", (2,), "block", 2, True),
+        ("any", (1, 2), "block", 2, True),
     ],
 )
-def test_a_choice_by_the_past_has_the_distribution_of_the_target(rule, lengths, verifier, steps):
-    found, kept = bias(rule, lengths, verifier, steps)
+def test_a_choice_by_the_past_has_the_distribution_of_the_target(
+    rule, lengths, verifier, steps, host
+):
+    """Also where the host decides which passes and levels run."""
+    found, kept = bias(rule, lengths, verifier, steps, host)
     assert found == 0
     assert rule == "learned" or len({drawn for _, drawn in kept}) == 2
-    assert lengths[0] == 1 or len({skips for skips, _ in kept}) == 2
-
-
-@pytest.mark.parametrize(
-    ("lengths", "verifier"), [((2,), "standard"), ((2,), "block"), ((1, 2), "block")]
-)
-def test_it_has_it_where_the_host_decides_which_passes_and_levels_run(lengths, verifier):
-    found, kept = bias("any", lengths, verifier, host=True)
-    assert found == 0
-    assert len({drawn for _, drawn in kept}) == 2
+    assert host or lengths[0] == 1 or len({skips for skips, _ in kept}) == 2
 
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("rule", ["drawn", "rows", "cut"])
 def test_a_choice_by_the_drawn_token_and_wrong_rows_are_caught(rule, host):
-    """Negative controls: it looks at what was drawn, or how much is drafted does; or a lookup's
-    tokens count as drawn ones.
-    """
+    """Negative controls: it or a draft's length looks at the draft; lookups count as drawn."""
     assert bias(rule, steps=1, host=host)[0] > Fraction(1, 1000)

@@ -1,6 +1,7 @@
 """What of a configuration reaches vLLM and the levels, and what is refused in one sentence."""
 
 import functools
+import json
 import operator
 import pickle
 from dataclasses import replace
@@ -10,18 +11,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import cascades
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
-from vllm_hsd.host import engine_hooks
+from vllm_hsd.host import engine_hooks, graphs, program_models
+from vllm_hsd.host.replacements import load_model
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
+from vllm_hsd.plugin import register
 
 
-def configure(family, speculative_config: dict, **engine):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_hsd.plugin import register
-
+def configure(family, speculative_config: dict | None, **engine):
     register()
     return EngineArgs(
         model=family.target,
@@ -31,163 +34,137 @@ def configure(family, speculative_config: dict, **engine):
     ).create_engine_config()
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"method": "custom_class", "model": "a.B"}, "works with the methods"),
-        ({"method": "ngram", "num_speculative_tokens": 64}, "num_speculative_tokens is 64, above"),
-        (
-            {"method": "ngram", "enable_adaptive_verification": True},
-            "needs a drafter with probabilities, which 'ngram' is not",
-        ),
-        ({"method": "ngram", "levls": []}, r"^vLLM refuses levls: [^\n]*\.$"),
-        (
-            {"method": "ngram", "num_speculative_tokens": -2},
-            r"^vLLM refuses num_speculative_tokens: [^\n]*\.$",
-        ),
-    ],
-)
-def test_what_is_refused_below_vllms_own_drafters(family, keys, message):
-    given = {"num_speculative_tokens": 2, "rejection_sample_method": "hierarchical", **keys}
-    with pytest.raises(UserError, match=message):
-        configure(family, given)
+def hsd(*levels: dict, **keys) -> dict:
+    return {"method": "hsd", "num_speculative_tokens": 3, "levels": list(levels), **keys}
+
+
+def sources(*each: dict, **keys) -> dict:
+    return {"sources": list(each), **keys}
+
+
+def stock(method: str, **keys) -> dict:
+    verifier = {"rejection_sample_method": "hierarchical"}
+    return {"method": method, "num_speculative_tokens": 3, **verifier, **keys}
 
 
 def test_vllm_sees_its_own_block_verification(family):
     """Also in the processes that receive the configuration."""
-    drafter = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     for method in ("standard", "block", "hierarchical"):
-        config = configure(family, {**drafter, "rejection_sample_method": method})
-        found = pickle.loads(pickle.dumps(config.speculative_config))
+        given = stock("ngram", prompt_lookup_max=3, rejection_sample_method=method)
+        found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
         assert found.rejection_sample_method == ("standard" if method == "standard" else "block")
         assert isinstance(found, engine_hooks.NeedsHooks) == (method == "hierarchical")
 
 
 NGRAM, EXIT = {"ngram": {}}, {"early_exit": 1}
-# `with_paths` gives them their files.
+# Names in capitals stand for `files`.
 EAGLE3, SMALL = {"eagle3": "HEAD"}, {"model": "SMALL"}
-HEAD = {"method": "hsd", "num_speculative_tokens": 3, "levels": [EAGLE3]}
-NO_BRANCHES = "has branches, which are for a model and for sources that are all lookups"
-STOCK = {"rejection_sample_method": "hierarchical", "prompt_lookup_max": 3}
-
-
-def sources(*lookups: dict, **keys) -> dict:
-    return {"sources": list(lookups), **keys}
-
-
-@pytest.mark.parametrize(
-    ("keys", "engine", "reason"),
-    [
-        ({"levels": [NGRAM]}, {}, None),
-        ({"levels": [{"suffix": {}}]}, {}, None),
-        ({"levels": [{"bigram_model": "STORE"}]}, {}, None),
-        ({"levels": [{"suffix": {"shared_tokens": 1 << 18}}]}, {}, None),
-        ({"levels": [sources(NGRAM, {"suffix": {}})]}, {}, None),
-        ({"levels": [sources(NGRAM, EXIT)]}, {}, None),
-        ({"levels": [sources(NGRAM, EAGLE3)]}, {}, None),
-        ({"levels": [sources(EAGLE3, num_tokens=1), EXIT]}, {}, None),
-        ({"levels": [{**EAGLE3, "num_tokens": 1}, EXIT]}, {}, None),
-        (
-            {"levels": [sources(NGRAM, EAGLE3)], "adaptive": True},
-            {},
-            r"adaptive has no meaning with levels\[0\].sources\[1\].eagle3",
-        ),
-        ({"levels": [sources(NGRAM, branches=2)]}, {}, None),
-        ({"levels": [sources(NGRAM, branches=2)], "adaptive": True}, {}, None),
-        ({"levels": [sources(NGRAM, EXIT, branches=2)]}, {}, NO_BRANCHES),
-        (
-            {"levels": [sources({"suffix": {"shared_tokens": 1 << 19}})]},
-            {},
-            r"levels\[0\].sources\[0\].suffix.shared_tokens: ",
-        ),
-        ({"levels": [{**NGRAM, "num_tokens": 1}, {**EXIT, "verifier": "none"}]}, {}, None),
-        ({"levels": [{**EXIT, "stopping": "entropy"}]}, {}, None),
-        ({"num_speculative_tokens": 64}, {}, "num_speculative_tokens: .*63"),
-        ({"levels": [{"model": "SHORT"}]}, {}, None),
-        ({"adaptive": True}, {"distributed_executor_backend": "external_launcher"}, "adaptive"),
-        ({}, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
-        ({"levels": [EAGLE3], "adaptive": True}, {}, "adaptive has no meaning"),
-        ({"levels": [{**EAGLE3, "branches": 2}]}, {}, "of kind 'eagle3' has no key 'branches'"),
-        ({"levels": [{**SMALL, "branches": 3}]}, {}, None),
-        ({"levels": [{**SMALL, "branches": 3}], "verifier": "coupled"}, {}, None),
-        (
-            {"levels": [{**SMALL, "branches": 9}], "num_speculative_tokens": 8},
-            {},
-            "make 72 draft tokens of a request, but tree verification takes at most 64",
-        ),
-        (
-            {"levels": [{**SMALL, "branches": 2}], "verifier": "standard"},
-            {},
-            r"verifier does not go with levels\[0\].branches of a model",
-        ),
-        (
-            {"levels": [{**SMALL, "branches": 2, "stopping": "entropy"}]},
-            {},
-            r"levels\[0\].stopping does not go with levels\[0\].branches of a model",
-        ),
-        ({"levels": [EAGLE3], "verifier": "standard"}, {}, "verifier has no meaning"),
-        ({"levels": [EAGLE3], "verifier": "coupled"}, {}, None),
-        ({"method": "ngram", **STOCK}, {}, None),
-        ({"method": "suffix", **STOCK}, {}, "not with 'suffix'"),
-    ],
-)
-def test_a_configuration_is_served_or_refused_in_a_sentence(
-    as_on_gpus, family, head, keys, engine, reason
-):
-    given = {**({"levels": [{"ngram": {}}]} if "method" not in keys else {}), **LOOKUP, **keys}
-    if "method" in keys:
-        del given["levels"]
-    else:
-        given["levels"] = [with_paths(level, family, head) for level in given["levels"]]
-    if reason:
-        with pytest.raises(UserError, match=reason):
-            configure(family, given, **engine)
-        return
-    config = configure(family, given, **engine)
-    assert config.use_v2_model_runner
-    couples_all = pickle.loads(pickle.dumps(config.speculative_config)).hsd_couples_all
-    assert couples_all == ("verifier" in keys)
-
-
-@pytest.mark.parametrize("method", ["hsd", "ngram"])
-def test_v1_is_not_what_vllm_falls_back_to(family, monkeypatch, method):
-    """Asked for by the user, or by what vLLM's V2 runner does not support."""
-    from vllm.config import VllmConfig
-
-    given = {"hsd": LOOKUP, "ngram": {"method": "ngram", "num_speculative_tokens": 3, **STOCK}}
-    unsupported = "_get_v2_model_runner_unsupported_features"
-    configure(family, given[method])
-    asked = getattr(VllmConfig, unsupported).__wrapped__
-    with monkeypatch.context() as context:
-        wrapped = functools.partial(engine_hooks.unsupported_features_of_v2, lambda self: ["this"])
-        context.setattr(VllmConfig, unsupported, lambda self: wrapped(self))
-        with pytest.raises(ValueError, match="does not support this: remove"):
-            configure(family, given[method])
-        # Other configurations are vLLM's own matter.
-        assert asked(configure(family, None)) is not None
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(UserError, match=r"VLLM_USE_V2_MODEL_RUNNER=0 asks for .*: unset it"):
-        configure(family, given[method])
-
-
-def with_paths(level: dict, family, head: str) -> dict:
-    if level.get("model") == "SHORT":
-        return {"model": family.mid, "max_model_len": 99}
-    if level.get("model") == "SMALL":
-        return {**level, "model": family.small}
-    if "bigram_model" in level:
-        store = str(Path(family.target).with_name("pairs.safetensors"))
-        write_store(collect_texts([np.arange(3)], family.vocabulary), store)
-        return {"bigram_model": store}
-    if "sources" in level:
-        sources = [with_paths(source, family, head) for source in level["sources"]]
-        return {**level, "sources": sources}
-    return {**level, "eagle3": head} if "eagle3" in level else level
+LOOKUP, BESIDE = hsd(NGRAM), sources(NGRAM, EAGLE3)
+SERVED = [
+    LOOKUP,
+    hsd({"suffix": {}}),
+    hsd({"bigram_model": "STORE"}),
+    hsd({"suffix": {"shared_tokens": 1 << 18}}),
+    hsd(sources(NGRAM, {"suffix": {}})),
+    hsd(sources(NGRAM, EXIT)),
+    hsd(BESIDE),
+    hsd(sources(EAGLE3, num_tokens=1), EXIT),
+    hsd({**EAGLE3, "num_tokens": 1}, EXIT),
+    hsd(sources(NGRAM, branches=2)),
+    hsd(sources(NGRAM, branches=2), adaptive=True),
+    hsd({**NGRAM, "num_tokens": 1}, {**EXIT, "verifier": "none"}),
+    hsd({**EXIT, "stopping": "entropy"}),
+    hsd({**SMALL, "max_model_len": 99}),
+    hsd({**SMALL, "branches": 3}),
+    hsd({**SMALL, "branches": 3}, verifier="coupled"),
+    hsd(EAGLE3, verifier="coupled"),
+    stock("ngram", prompt_lookup_max=3),
+]
+# With further arguments of the engine.
+REFUSED = [
+    (hsd(BESIDE, adaptive=True), {}, r"adaptive has no meaning .* levels\[0\].sources\[1\].eagle3"),
+    (hsd(EAGLE3, verifier="standard"), {}, "verifier has no meaning"),
+    (
+        hsd(NGRAM, adaptive=True),
+        {"distributed_executor_backend": "external_launcher"},
+        "adaptive does not run with external_launcher",
+    ),
+    (LOOKUP, {"enable_dbo": True}, "dual batch overlap does not run with speculation"),
+    (
+        hsd({**SMALL, "branches": 9}, num_speculative_tokens=8),
+        {},
+        "make 72 draft tokens of a request, but tree verification takes at most 64",
+    ),
+    (
+        hsd({**SMALL, "branches": 2}, verifier="standard"),
+        {},
+        r"verifier does not go with levels\[0\].branches of a model",
+    ),
+    (
+        hsd({**SMALL, "branches": 2, "stopping": "entropy"}),
+        {},
+        r"levels\[0\].stopping does not go with levels\[0\].branches of a model",
+    ),
+    (stock("suffix"), {}, "works with the methods .*, not with 'suffix'"),
+    (stock("custom_class", model="a.B"), {}, "works with the methods"),
+    (stock("ngram", num_speculative_tokens=64), {}, "num_speculative_tokens is 64, above"),
+    (stock("ngram", enable_adaptive_verification=True), {}, "probabilities, which 'ngram' is not"),
+    (stock("ngram", levls=[]), {}, r"^vLLM refuses levls: [^\n]*\.$"),
+    (stock("ngram", num_speculative_tokens=-2), {}, r"^vLLM refuses num_spec\w*_tokens: [^\n]*\.$"),
+]
 
 
 @pytest.fixture(scope="module")
 def head(family) -> str:
     return cascades.head(family)
+
+
+@pytest.fixture(scope="module")
+def files(family, head) -> dict[str, str]:
+    store = str(Path(family.target).with_name("pairs.safetensors"))
+    write_store(collect_texts([np.arange(3)], family.vocabulary), store)
+    return {"HEAD": head, "SMALL": family.small, "STORE": store}
+
+
+def with_paths(given: dict, files: dict[str, str]) -> dict:
+    text = json.dumps(given)
+    for name, path in files.items():
+        text = text.replace(json.dumps(name), json.dumps(path))
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("given", SERVED)
+def test_a_configuration_is_served(as_on_gpus, family, files, given):
+    config = configure(family, with_paths(given, files))
+    assert config.use_v2_model_runner
+    couples_all = pickle.loads(pickle.dumps(config.speculative_config)).hsd_couples_all
+    assert couples_all == ("verifier" in given)
+
+
+@pytest.mark.parametrize(("given", "engine", "reason"), REFUSED)
+def test_a_configuration_is_refused_in_a_sentence(as_on_gpus, family, files, given, engine, reason):
+    with pytest.raises(UserError, match=reason):
+        configure(family, with_paths(given, files), **engine)
+
+
+@pytest.mark.parametrize(
+    "given", [LOOKUP, stock("ngram", prompt_lookup_max=3)], ids=["hsd", "ngram"]
+)
+def test_v1_is_not_what_vllm_falls_back_to(family, monkeypatch, given):
+    """Asked for by the user, or by what vLLM's V2 runner does not support."""
+    unsupported = "_get_v2_model_runner_unsupported_features"
+    configure(family, given)
+    asked = getattr(VllmConfig, unsupported).__wrapped__
+    with monkeypatch.context() as context:
+        wrapped = functools.partial(engine_hooks.unsupported_features_of_v2, lambda self: ["this"])
+        context.setattr(VllmConfig, unsupported, lambda self: wrapped(self))
+        with pytest.raises(ValueError, match="does not support this: remove"):
+            configure(family, given)
+        # Other configurations are vLLM's own matter.
+        assert asked(configure(family, None)) is not None
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UserError, match=r"VLLM_USE_V2_MODEL_RUNNER=0 asks for .*: unset it"):
+        configure(family, given)
 
 
 # key of vLLM -> (value, where vLLM or the cascade finds it, or what refuses it)
@@ -211,17 +188,13 @@ def test_every_key_of_vllm_is_tried():
 
 @pytest.mark.parametrize("key", sorted(LEVEL_KEYS))
 def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, monkeypatch, key):
-    from vllm.config.compilation import CUDAGraphMode
-
-    from vllm_hsd.host import graphs, program_models
-
     found: dict = {}
     monkeypatch.setattr(
         program_models, "get_model", lambda vllm_config, prefix, **rest: found.update(rest)
     )
     value, place = LEVEL_KEYS[key]
-    given = {**LOOKUP, "levels": [{"model": family.mid, key: value}]}
-    if not place[0].isalpha() or " " in place:
+    given = hsd({"model": family.mid, key: value})
+    if " " in place:
         with pytest.raises(UserError, match=place):
             configure(family, given)
         return
@@ -232,21 +205,22 @@ def test_a_key_of_vllm_reaches_the_level_or_is_refused(family, monkeypatch, key)
     assert level.draft_config.parallel_config.data_parallel_index == 1
     places = {"level": level, "config": level.draft_config, **found}
     expected = value["load_format"] if isinstance(value, dict) else value
-    assert operator.attrgetter(place.partition(".")[2])(places[place.partition(".")[0]]) == expected
+    root, _, path = place.partition(".")
+    assert operator.attrgetter(path)(places[root]) == expected
     eager = graphs.why_eager(CUDAGraphMode.FULL_DECODE_ONLY, [level], 1)
     assert eager == ("levels[0].enforce_eager is set" if key == "enforce_eager" else None)
 
 
 def test_mtp_layers_alone_are_vllms_own_drafter(family):
     target = cascades.target_of("mtp", family)
-    given = {**HEAD, "levels": [{"mtp": {}}], "verifier": "coupled"}
+    given = hsd({"mtp": {}}, verifier="coupled")
     found = configure(replace(family, target=target), given).speculative_config
     assert (found.method, found.model) == ("mtp", target)
     assert found.draft_sample_method == "probabilistic" and found.hsd_couples_all
 
 
 def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, head):
-    given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}], "adaptive": False}
+    given = hsd(sources(NGRAM, {"eagle3": head}), adaptive=False)
     found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
     assert (found.method, found.model) == ("eagle3", head)
     # Keeps the texts on the device.
@@ -254,8 +228,7 @@ def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, head):
 
 
 def test_a_head_next_to_lookups_is_a_level_where_it_adapts(family, head):
-    given = {**HEAD, "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}]}
-    found = configure(family, given).speculative_config
+    found = configure(family, hsd(sources(NGRAM, {"eagle3": head}))).speculative_config
     lookup, model = found.level_configs
     assert (found.method, found.model) == ("draft_model", head)
     assert lookup is None and model.method == "eagle3"
@@ -264,8 +237,6 @@ def test_a_head_next_to_lookups_is_a_level_where_it_adapts(family, head):
 
 
 def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
-    from vllm_hsd.host.replacements import load_model
-
     speculative = SimpleNamespace(hsd_sources=object())
     runner = SimpleNamespace(speculative_config=speculative, speculator=SimpleNamespace())
     with pytest.raises(UserError, match="vLLM's SimpleNamespace cannot draft next"):
@@ -274,9 +245,8 @@ def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
 
 @pytest.mark.parametrize("limit", [None, 8])
 def test_a_head_alone_is_vllms_own_drafter(family, head, limit):
-    given = {**HEAD, "levels": [{"eagle3": head, "kv_cache_dtype": "bfloat16"}]}
-    config = configure(family, {**given, "disable_by_batch_size": limit}, max_num_seqs=16)
-    found = config.speculative_config
+    given = hsd({"eagle3": head, "kv_cache_dtype": "bfloat16"}, disable_by_batch_size=limit)
+    found = configure(family, given, max_num_seqs=16).speculative_config
     assert (found.method, found.model) == ("eagle3", head)
     assert found.draft_sample_method == "probabilistic" and found.kv_cache_dtype == "bfloat16"
     assert found.rejection_sample_method == "block" and found.num_speculative_tokens == 3
@@ -284,47 +254,24 @@ def test_a_head_alone_is_vllms_own_drafter(family, head, limit):
     assert found.num_speculative_tokens_per_batch_size == by_size
 
 
-ADAPTS = {"enable_adaptive_verification": True}
-
-
-@pytest.mark.parametrize("kind", ["lookup", "head", "head next to a lookup", "stock drafter"])
-def test_adaptive_verification_is_vllms(family, head, monkeypatch, kind):
+@pytest.mark.parametrize(
+    "given",
+    [LOOKUP, hsd(EAGLE3), hsd(BESIDE), stock("eagle3", model="HEAD")],
+    ids=["lookup", "head", "head next to a lookup", "stock drafter"],
+)
+def test_adaptive_verification_is_vllms(family, files, monkeypatch, given):
     """Where it cannot verify so, as on a CPU, vLLM says why."""
-    from vllm.config import VllmConfig
-
-    stock = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
-    given = {
-        "lookup": LOOKUP,
-        "head": {**HEAD, "levels": [{"eagle3": head}]},
-        "head next to a lookup": {
-            **HEAD,
-            "levels": [{"sources": [{"ngram": {}}, {"eagle3": head}]}],
-        },
-        "stock drafter": {**stock, "rejection_sample_method": "hierarchical"},
-    }[kind]
+    given = with_paths(given, files)
+    adapts = {**given, "enable_adaptive_verification": True}
     with pytest.raises(ValueError, match="Adaptive verification requires full CUDA graphs"):
-        configure(family, {**given, **ADAPTS})
+        configure(family, adapts)
     monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda self: None)
-    found = configure(family, {**given, **ADAPTS}).speculative_config
-    assert found.enable_adaptive_verification
+    assert configure(family, adapts).speculative_config.enable_adaptive_verification
     assert not configure(family, given).speculative_config.enable_adaptive_verification
 
 
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"adaptive": True}, "which adaptive chooses too"),
-        ({"levels": [{"sources": [{"ngram": {}}], "branches": 2}]}, "which branches chooses too"),
-    ],
-)
-def test_what_adaptive_verification_does_not_go_with(family, keys, reason):
-    with pytest.raises(UserError, match=reason):
-        configure(family, {**LOOKUP, **ADAPTS, **keys})
-
-
-SOURCES = {"sources": [{"ngram": {}}, {"ngram": {"max": 1}}], "branches": 4}
+SOURCES = sources(NGRAM, {"ngram": {"max": 1}}, branches=4)
 BRANCHES = {"levels": [SOURCES], "adaptive": False}
-LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}]}
 
 
 @pytest.mark.parametrize(
@@ -349,8 +296,6 @@ LOOKUP = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"ngram": {}}
 )
 def test_large_batches_draft_nothing(family, as_on_gpus, keys, max_num_seqs, drafts):
     """By vLLM's own schedule of draft lengths, only where a batch can be as large."""
-    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
     config = configure(family, {**LOOKUP, **keys}, max_num_seqs=max_num_seqs)
     given = config.speculative_config.num_speculative_tokens_per_batch_size
     assert (given is None) == (drafts is None)

@@ -4,30 +4,27 @@ import pytest
 from support.table_drafters import cascade, tables
 from support.table_runner import TableRunner
 
+from vllm_hsd.host import sampler
+
 LENGTH = 7
 FILTERS = ({}, {"top_p": 0.8, "temperature": 0.7}, {"top_k": 3}, {"min_p": 0.2, "temperature": 1.3})
 
 
-def runner(params, name, **options):
+def runner(params, name, draft=None, **options):
     """Serves `params` with a drafter: "plain" is vLLM's sampler alone."""
-    target, draft = tables()
-    given = {
-        "plain": {"ours": False, "length": 0},
-        "stock": {"length": 3},
-        "point masses": {"length": 3, "keeps_rows": False},
-    }.get(name)
-    if given is None:
-        given = {"length": 4, "cascade": cascade(name)}
-    draft = options.pop("draft", draft)
+    kinds = {"plain": {"ours": False, "length": 0}, "stock": {"length": 3}}
+    given = kinds[name] if name in kinds else {"length": 4, "cascade": cascade(name)}
+    target, own = tables()
     # As long as the widest window of a cascade, so that the first step drafts.
-    return TableRunner(target, draft, params, prompt_length=4, **given, **options)
+    options |= {"prompt_length": 4, **given}
+    return TableRunner(target, own if draft is None else draft, params, **options)
 
 
 def texts(params, name, **options):
     served = runner(params, name, **options)
     while min(map(len, served.texts())) < 4 + LENGTH:
         served.step()
-    return [text[: 4 + LENGTH] for text in served.texts()], served
+    return [text[: 4 + LENGTH] for text in served.texts()]
 
 
 def seeded(cases):
@@ -47,16 +44,14 @@ def test_drafters_take_the_noise_of_the_targets_token(name):
 @pytest.mark.parametrize("name", ["two", "stock"])
 def test_all_sampled_requests_are_coupled_if_configured(name):
     params = [*FILTERS, {"temperature": 0.0}]
-    expected, _ = texts(params, "plain")
-    assert texts(params, name, couples_all=True)[0] == expected
-    assert texts(params, name)[0] != expected
+    expected = texts(params, "plain")
+    assert texts(params, name, couples_all=True) == expected
+    assert texts(params, name) != expected
 
 
 @pytest.mark.parametrize("fault", ["position", "threshold"])
 def test_faults_are_caught(fault, monkeypatch):
     """Negative controls: noise of the neighbouring position; a filter that the target ignores."""
-    from vllm_hsd.host import sampler
-
     verify = sampler.verify_chain_padded
 
     def faulty(logits, *args, positions, **options):
@@ -65,6 +60,6 @@ def test_faults_are_caught(fault, monkeypatch):
         return verify(logits.clamp(min=0.0), *args, positions=positions, **options)
 
     params = seeded(FILTERS)
-    expected, _ = texts(params, "plain")
+    expected = texts(params, "plain")
     monkeypatch.setattr(sampler, "verify_chain_padded", faulty)
-    assert texts(params, "stock")[0] != expected
+    assert texts(params, "stock") != expected

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from vllm_hsd.host.draft_lengths import get_draft_tokens
@@ -33,7 +34,16 @@ def test_the_token_that_a_grammar_refuses_is_scheduled():
     assert scheduled(NeedsHooks(), prompt=True) == []
 
 
-def handed_over(*, branches=None) -> list[list[int]]:
+@pytest.mark.parametrize(
+    ("branches", "handed_over"),
+    [
+        (None, [[-1] * 3, [], []]),
+        (SimpleNamespace(listed=np.array([0, 2])), [[-1] * 2, [], []]),
+        (SimpleNamespace(listed=None), [[-1] * 4] * 3),
+    ],
+    ids=["drafts", "lists of trees, which end where the last branch does", "whole trees"],
+)
+def test_placeholders_are_cut_to_what_was_drafted(branches, handed_over):
     """Of three requests in slots 4, 0 and 2; the second has no draft."""
     rows = torch.tensor([-1, -1, 0, -1, 1], dtype=torch.int32)
     state = SimpleNamespace(row_of_slot=rows, draft_length=torch.tensor([0, 3]))
@@ -42,18 +52,4 @@ def handed_over(*, branches=None) -> list[list[int]]:
         req_states=SimpleNamespace(req_id_to_index={"a": 4, "b": 0, "c": 2}),
     )
     drafts = SimpleNamespace(req_ids=["a", "b", "c"], draft_token_ids=[[-1] * 4 for _ in "abc"])
-    return get_draft_tokens(lambda: drafts, runner).draft_token_ids
-
-
-def test_placeholders_are_cut_to_the_drafts():
-    assert handed_over() == [[-1] * 3, [], []]
-
-
-def test_lists_of_trees_end_where_the_last_branch_does():
-    listed = SimpleNamespace(listed=np.array([0, 2]))
-    assert handed_over(branches=listed) == [[-1] * 2, [], []]
-
-
-def test_whole_trees_are_handed_over_whole():
-    whole = SimpleNamespace(listed=None)
-    assert handed_over(branches=whole) == [[-1] * 4] * 3
+    assert get_draft_tokens(lambda: drafts, runner).draft_token_ids == handed_over

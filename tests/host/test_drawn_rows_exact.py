@@ -12,11 +12,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from host.test_several_programs import rows_of
 from oracle import sequential
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import Chosen, exact_engine, exact_row
 from support import kernel_reference as reference
-from support.programs import Engine
 
 from vllm_hsd.cascade import program, several_drafts
 from vllm_hsd.host.drawn_branches import DrawnBranches
@@ -46,24 +46,10 @@ class EnumeratedStep:
         speculator = SimpleNamespace(parameters=parameters, scales=engine.scales)
         hosted.runner = SimpleNamespace(speculator=speculator)
 
-    def draft(self) -> list[list[int]]:
-        """The rows of a proposal, the chain first."""
-        [chain], several = self.engine.propose(), self.engine.several
-        counts = several.branch_counts[0].tolist()
-        further = [row[:n].tolist() for row, n in zip(several.branches[0], counts, strict=True)]
-        return [chain, *further]
-
-    def emit(
-        self,
-        rows: list[list[int]],
-        text: Tokens,
-        cut: int | None = None,
-        chain: ChainResult | None = None,
-    ) -> Tokens:
+    def emit(self, rows: list, text: Tokens, cut=None, chain: ChainResult | None = None) -> Tokens:
         """Verify rows after `text`, of which the scheduler has kept `cut` inputs.
 
-        Args:
-            chain: what the first row came to; None where it is verified with the others.
+        `chain` is what the first row came to where it is not verified with the others.
         """
         hosted, each = self.hosted, self.length + 1
         inputs, target = [], []
@@ -153,7 +139,7 @@ class EnumeratedStep:
         return WalkResult(tokens, torch.from_numpy(counted).int(), torch.from_numpy(winner).int())
 
 
-def bias(drafts: int, length: int, vocabulary=2, steps=1, tokens=None, cut=None, **faults):
+def bias(drafts: int, length: int, vocabulary=2, steps=1, cut=None, **faults):
     """Total variation distance to the target's joint distribution, and the rows that won.
 
     Args:
@@ -161,7 +147,6 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, tokens=None, cut=None,
         faults: "rows" changes what is verified of the drafts, "sample" is the sampler's
             replacement, "verify" wraps the verification of the tree.
     """
-    tokens = tokens or steps * (length + 1)
     step, won = EnumeratedStep(drafts, length, vocabulary), set()
     chosen, engine = step.chosen, step.engine
 
@@ -169,10 +154,11 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, tokens=None, cut=None,
         chosen.begin(choices)
         text: Tokens = ()
         for _ in range(steps):
-            rows = step.draft()
+            engine.propose()
+            [rows] = rows_of(engine)
             assert all(len(row) == length for row in rows)
             if "rows" in faults:
-                rows = faults["rows"](rows, engine)
+                rows = faults["rows"](rows)
             emitted = step.emit(rows, text, cut)
             won.add(int(step.hosted.winner[0]))
             engine.commit(0, list(emitted))
@@ -189,7 +175,7 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, tokens=None, cut=None,
         mock.patch("vllm_hsd.kernels.blocks.LOGIT_DTYPES", (torch.float64,)),
         mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
     ):
-        return deviation(generate, step.target, tokens), won
+        return deviation(generate, step.target, steps * (length + 1)), won
 
 
 @pytest.mark.parametrize(
@@ -211,7 +197,7 @@ def test_a_step_has_the_distribution_of_the_target(drafts, length, settings):
     assert len(won) == drafts
 
 
-def by_rows_before(rows: list[list[int]], engine: Engine) -> list[list[int]]:
+def by_rows_before(rows: list[list[int]]) -> list[list[int]]:
     """Rows are cut by the tokens of earlier ones, as where a scheduler keeps so many of all."""
     chain, second, *later = rows
     return [chain, second[: 1 + chain[0] % 2], *(row[: second[0]] for row in later)]
@@ -224,13 +210,12 @@ def test_rows_may_end_by_what_was_drawn_before_them(shape):
 
 def one_uniform_for_all_rows(original):
     """All rows take the draws of the chain."""
-    drawn: dict[int, tuple] = {}
+    drawn: list[tuple] = []
 
     def sample_row(logits, *state, draw_offset, **options):
         if draw_offset == 0:
-            drawn.clear()
-            drawn["first"] = original(logits, *state, draw_offset=0, **options)
-        return drawn["first"]
+            drawn[:] = [original(logits, *state, draw_offset=0, **options)]
+        return drawn[0]
 
     return sample_row
 
@@ -246,7 +231,7 @@ def of_another_place(original):
     return verify
 
 
-def by_its_own_token(rows: list[list[int]], engine: Engine) -> list[list[int]]:
+def by_its_own_token(rows: list[list[int]]) -> list[list[int]]:
     """A row is left out by its own first token."""
     return [rows[0], *(row if row[0] == 1 else [] for row in rows[1:])]
 

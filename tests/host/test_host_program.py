@@ -1,17 +1,16 @@
-"""The recursion with the kernels against the reference cascade, on equal uniforms.
+"""The CPU's program against the reference cascade, whatever levels take part in a step."""
 
-Whatever levels take part, step after step; caches are those of the levels alone.
-"""
-
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from host.test_program import BY_ENTROPY, HORIZONTAL, PLAIN
+from host.test_program import PLAIN, without_rounds
 from support.programs import PROMPT, Engine, reference_steps
 
+from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.host.host_program import HostProgram
@@ -35,48 +34,29 @@ def selection(rng: np.random.Generator, lengths, requests: int) -> StepLevels | 
     return StepLevels(taken, drafts, most)
 
 
-def without_rounds(case: dict) -> dict:
-    return {key: value for key, value in case.items() if key != "rounds"}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *({**case, "greedy": greedy} for case in PLAIN for greedy in (False, True)),
-        *({**without_rounds(case), "seed": 5} for case in PLAIN[2:5]),
-        *({**case, "seed": 2, "vocabulary": 7} for case in BY_ENTROPY),
-        *({**case, "seed": 4} for case in HORIZONTAL),
-    ],
-)
-def test_token_for_token_as_the_cascade(case):
-    engine, rng, filled = Engine(**case, host=True), np.random.default_rng(0), []
-    with reference_steps(engine) as steps:
-        for _ in range(9):
-            drafts = engine.propose(steps)
-            assert drafts == engine.host_drafts()
-            filled += [len(draft) for draft in drafts]
-            engine.keep_some(drafts, rng, steps)
-    assert max(filled) == case["lengths"][-1] or case.get("rounds") or case.get("greedy")
-
-
 SELECTED = [case for case in PLAIN if "none" not in case.get("verifiers", ())]
 
 
-@pytest.mark.parametrize("case", SELECTED)
-@pytest.mark.parametrize("seed", range(3))
-def test_any_levels_of_a_step_as_the_cascade(case, seed):
+@pytest.mark.parametrize(
+    ("case", "seed", "kernels"),
+    [
+        *((case, seed, False) for case in SELECTED for seed in range(3)),
+        *((case, 3, True) for case in SELECTED[:5]),
+    ],
+)
+def test_any_levels_of_a_step_as_the_cascade(case, seed, kernels):
     case = {"vocabulary": 7, **without_rounds(case), "seed": seed}
     engine, rng, drafted = Engine(**case, host=True), np.random.default_rng(seed), set()
     engine.scales = ONE_SCALE[: len(case["lengths"])]
-    with reference_steps(engine) as steps:
-        for _ in range(12):
+    with nullcontext(cascade_steps) if kernels else reference_steps(engine) as steps:
+        for _ in range(6 if kernels else 12):
             taken = selection(rng, case["lengths"], len(engine.index))
             drafts = engine.propose(steps, taken)
             assert drafts == engine.host_drafts(taken)
             if any(drafts):
                 drafted.add(None if taken is None else taken.levels)
             engine.keep_some(drafts, rng, steps)
-    assert len(drafted) > (len(case["lengths"]) > 1)
+    assert kernels or len(drafted) > (len(case["lengths"]) > 1)
 
 
 def test_a_level_that_is_left_out_passes_on_what_its_own_drafts_hold():
@@ -88,41 +68,22 @@ def test_a_level_that_is_left_out_passes_on_what_its_own_drafts_hold():
     assert [len(draft) for draft in drafts] == [3] * len(drafts)
 
 
-@pytest.mark.parametrize("case", SELECTED[:5])
-def test_the_kernels_draft_the_same(case):
-    case = {**without_rounds(case), "seed": 3}
-    engine, rng = Engine(**case, host=True), np.random.default_rng(1)
-    engine.scales = ONE_SCALE[: len(case["lengths"])]
-    for _ in range(6):
-        taken = selection(rng, case["lengths"], len(engine.index))
-        drafts = engine.propose(selection=taken)
-        assert drafts == engine.host_drafts(taken)
-        engine.keep_some(drafts, rng)
-
-
 @pytest.mark.parametrize("lengths", [(4,), (2, 6), (1, 3, 7)])
 def test_caches_that_claim_too_much_are_seen(lengths, monkeypatch):
     """Negative control: a level that has missed a token drafts others, or none."""
     forget = HostProgram._forget_rejected
-    monkeypatch.setattr(
-        HostProgram,
-        "_forget_rejected",
-        lambda program, state, changed: (
-            forget(program, state, changed),
-            program.caches.computed.__iadd__(1),
-        ),
-    )
-    engine, rng, wrong = Engine(lengths, host=True, seed=2), np.random.default_rng(0), 0
-    with reference_steps(engine) as steps:
+
+    def forget_too_little(program, *given):
+        forget(program, *given)
+        program.caches.computed += 1
+
+    monkeypatch.setattr(HostProgram, "_forget_rejected", forget_too_little)
+    engine, rng = Engine(lengths, host=True, seed=2), np.random.default_rng(0)
+    with reference_steps(engine) as steps, pytest.raises(AssertionError):
         for _ in range(6):
-            try:
-                drafts = engine.propose(steps)
-            except AssertionError:
-                wrong += 1
-                break
-            wrong += drafts != engine.host_drafts()
+            drafts = engine.propose(steps)
+            assert drafts == engine.host_drafts()
             engine.keep_some(drafts, rng, steps)
-    assert wrong
 
 
 def passes(engine: Engine) -> list[int]:
@@ -213,10 +174,9 @@ def test_nothing_is_drafted_for_a_request_whose_draft_has_ended(lookup):
     engine.program.budget = mock.Mock(ends=bool, goes_on=goes_on)
     with reference_steps(engine) as steps:
         drafts = engine.propose(steps)
-    state = engine.state
-    assert len(asked) > 1 and [slots.count(first) for slots, _ in asked] == [1] + [0] * (
-        len(asked) - 1
-    )
+    at_first, *later = [slots.count(first) for slots, _ in asked]
+    assert at_first == 1 and later and not any(later)
     assert not any(unknown for _, unknown in asked)
     assert len(drafts[0]) < len(drafts[1]) == 9
-    assert state.end.tolist() == [engine.schedule.window + len(draft) for draft in drafts]
+    ends = [engine.schedule.window + len(draft) for draft in drafts]
+    assert engine.state.end.tolist() == ends

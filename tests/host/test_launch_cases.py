@@ -1,7 +1,6 @@
 """What a runner launches is compiled: for GPUs by tests/kernels, before it serves by warm-ups."""
 
 import inspect
-from collections import defaultdict
 
 import pytest
 import torch
@@ -11,26 +10,18 @@ from support.table_runner import TableRunner
 from triton.runtime.jit import JITFunction
 
 CASCADES = (
-    "one",
-    "three",
-    "lookup",
-    "bigram",
-    "suffix",
-    "sources",
-    "choice below",
-    "unverified",
-    "entropy, unverified",
-    "horizontal",
-    "horizontal lookup",
-    "pairs",
-    "pairs above",
-    "two, adaptive",
+    *("one", "two, adaptive", "three", "lookup", "bigram", "suffix", "sources", "choice below"),
+    *("unverified", "entropy, unverified", "horizontal", "horizontal lookup"),
+    *("pairs", "pairs above"),
 )
+# One filtered request with a seed sends the whole batch through vLLM's processing.
+PARAMS = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}, {}]
+BATCHES = (PARAMS, PARAMS[1:2], [*PARAMS, {"seed": 1, "top_k": 2}])
 # What all cases launch, once in a process.
 COVERED: set = set()
 
 
-def form(name: str, value):
+def form(function: JITFunction, name: str, value):
     """What decides which code is compiled, but for sizes."""
     if isinstance(value, torch.Tensor):
         # Logits of all dtypes take the same code.
@@ -48,10 +39,16 @@ class Launches:
         self.noted: list[tuple[JITFunction, dict]] = []
         self.run = False
 
-    def taken(self) -> list[tuple[JITFunction, dict]]:
-        """Those since the last call."""
+    def taken(self, of) -> set[tuple]:
+        """Those since the last call, each once, with what `of` says of their arguments."""
         noted, self.noted = self.noted, []
-        return noted
+        return {
+            (
+                function.__name__,
+                *((name, of(function, name, value)) for name, value in given.items()),
+            )
+            for function, given in noted
+        }
 
 
 @pytest.fixture
@@ -70,33 +67,29 @@ def launched(monkeypatch) -> Launches:
     return launches
 
 
-def forms(launched: Launches) -> set:
-    """Of what was launched, each once."""
-    return {
-        (function.__name__, *(form(key, value) for key, value in bound.items()))
-        for function, bound in launched.taken()
-    }
-
-
 def covered_by(launched: Launches, cases) -> set:
-    launched.taken()
+    launched.noted.clear()
     launch_cases.launch(cases)
-    return forms(launched)
+    return launched.taken(form)
+
+
+def runner_of(name: str, params: list[dict]) -> TableRunner:
+    options = {"keeps_rows": name != "point masses"}
+    if name in CASCADES:
+        options |= {"prompt_length": 4, "cascade": cascade(name)}
+    return TableRunner(*tables(), params, length=4, **options)
 
 
 def served(launched: Launches, name: str) -> set:
     """Of a step with drafts and without, for requests of every kind."""
-    params = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}]
-    options = {} if name == "stock" else {"prompt_length": 4, "cascade": cascade(name)}
-    runner = TableRunner(*tables(), params, length=4, **options)
-    launched.taken()
+    runner = runner_of(name, PARAMS)
+    launched.noted.clear()
     launched.run = True
     for length in (4, 2, 0):
-        if name != "stock":
-            runner.drafter.asked = length
+        runner.drafter.asked = length
         runner.step()
     launched.run = False
-    return forms(launched)
+    return launched.taken(form)
 
 
 @pytest.mark.parametrize("name", (*CASCADES, "stock"))
@@ -131,11 +124,6 @@ def test_a_launch_without_a_case_is_found(launched):
     assert {name for name, *_ in missing} == {"commit_unverified_kernel"}
 
 
-# One filtered request with a seed sends the whole batch through vLLM's processing.
-PARAMS = [{"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"seed": 1}, {}]
-BATCHES = (PARAMS, PARAMS[1:2], [*PARAMS, {"seed": 1, "top_k": 2}])
-
-
 def key(function: JITFunction, name: str, value):
     """What of an argument Triton's key holds for GPUs; the CPU backend compiles for fewer keys."""
     if isinstance(value, torch.Tensor):
@@ -148,42 +136,28 @@ def key(function: JITFunction, name: str, value):
 
 @pytest.mark.parametrize("name", (*CASCADES, "stock", "point masses"))
 def test_a_step_launches_what_the_warm_up_has_compiled(launched, name):
-    options = {"keeps_rows": name != "point masses"}
-    if name in CASCADES:
-        options |= {"prompt_length": 4, "cascade": cascade(name)}
-    warm, served = defaultdict(set), defaultdict(set)
+    warm, served = set(), set()
     launched.run = True
-
-    def take(into: dict[str, set]) -> None:
-        for function, bound in launched.taken():
-            keys = ((name, key(function, name, value)) for name, value in bound.items())
-            into[function.__name__].add(tuple(keys))
-
     for params in BATCHES:
         # As when an engine starts: no request has been there.
-        runner = TableRunner(*tables(), [{}] * len(params), length=4, **options)
-        launched.taken()
+        runner = runner_of(name, [{}] * len(params))
+        launched.noted.clear()
         sampler = runner.runner.rejection_sampler
         sampler.warm_up(torch.float32, runner.drafter.draft_logits)
-        take(warm)
-        runner = TableRunner(*tables(), params, length=4, **options)
+        warm |= launched.taken(key)
+        runner = runner_of(name, params)
         propose = runner.propose
 
         def after_the_target(*num_tokens, propose=propose):
-            take(served)
+            served.update(launched.taken(key))
             # What is drafted changes no launch of the target's.
             launched.run = name not in CASCADES
             propose(*num_tokens)
             launched.run = True
-            launched.taken()
+            launched.noted.clear()
 
         runner.propose = after_the_target
         for length in (4, 2):
-            if name in CASCADES:
-                runner.drafter.asked = length
+            runner.drafter.asked = length
             runner.step()
-    missing = []
-    for kernel, keys in served.items():
-        compiled = set().union(*warm[kernel])
-        missing += [(kernel, sorted(set(k) - compiled, key=str)) for k in keys - warm[kernel]]
-    assert served and not missing
+    assert served and not served - warm

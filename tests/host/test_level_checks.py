@@ -16,7 +16,7 @@ from vllm_hsd.cascade.text_store import collect_texts, write_store
 
 
 def hsd(*levels, **keys) -> dict:
-    return {"num_speculative_tokens": 6, "levels": list(levels), **keys}
+    return {"method": "hsd", "num_speculative_tokens": 6, "levels": list(levels), **keys}
 
 
 def with_config(source: str, target: Path, **changes) -> str:
@@ -34,29 +34,18 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
     (renamed / "tokenizer.json").write_text(
         tokenizer.replace('"A":', '"A\\u0001":').replace('"B":', '"A":').replace("A\\u0001", "B")
     )
-    mamba = with_config(
-        family.small, scratch / "mamba", model_type="mamba", architectures=["MambaForCausalLM"]
-    )
 
-    experts = with_config(
-        family.target,
-        scratch / "experts",
-        model_type="mixtral",
-        architectures=["MixtralForCausalLM"],
-        num_local_experts=4,
-    )
-    gemma = with_config(
-        family.target, scratch / "gemma", model_type="gemma", architectures=["GemmaForCausalLM"]
-    )
-    mtp, eagle3 = target_of("mtp", family), head(family)
+    def of_kind(kind: str, source: str, **keys) -> str:
+        keys |= {"model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"]}
+        return with_config(source, scratch / kind, **keys)
+
+    gemma, mtp, eagle3 = of_kind("gemma", family.target), target_of("mtp", family), head(family)
     parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
-    table, cut = str(scratch / "table.npz"), scratch / "cut.npz"
-    write_store(collect_texts([np.arange(5)], vocab_size=5), table)
-    store = str(scratch / "store.safetensors")
+    another = with_config(eagle3, scratch / "another", vocab_size=60)
+    store, short, cut = (str(scratch / name) for name in ("store", "short", "cut"))
     write_store(collect_texts([np.arange(5)], vocab_size=5), store)
-    short = str(scratch / "short.safetensors")
     write_store(collect_texts([np.array([1]), np.array([2])], vocab_size=64), short)
-    cut.write_bytes(Path(table).read_bytes()[:100])
+    Path(cut).write_bytes(Path(store).read_bytes()[:100])
     for layer, hidden in ((1, 64), (9, 64), (1, 32)):
         own = ExitHead(layer, torch.ones(hidden), torch.ones(64, hidden), 1e-6)
         write_exit_head(own, scratch / "heads" / f"layer-{layer}-of-{hidden}")
@@ -65,33 +54,49 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         return {"exit_head": str(scratch / "heads" / name)}
 
     def on(target: str, *levels, engine=(), **keys) -> dict:
-        cascade = {"method": "hsd", **hsd(*levels, **keys)}
-        return {"model": target, "speculative_config": cascade, **dict(engine)}
+        return {"model": target, "speculative_config": hsd(*levels, **keys), **dict(engine)}
 
     def target(*levels, **keys) -> dict:
         return on(family.target, *levels, **keys)
 
+    def named(level: dict, said: str) -> str:
+        return rf"levels\[0\]\.{next(iter(level))}{said}"
+
+    # A level alone, and what the message must say after its name and kind.
+    alone = [
+        ({"model": "/nowhere/model"}, ".*/nowhere/model"),
+        (
+            {"model": small_vocabulary.mid},
+            ".*5 tokens.*64, and there are not two tokenizers.*vocab_size 64",
+        ),
+        ({"model": of_kind("mamba", family.small)}, ".*recurrent"),
+        ({"mtp": {}}, ": '.*' has nothing that vLLM runs as method 'mtp'"),
+        ({"early_exit": 9}, " is 9.*2 layers: lower it"),
+        ({"bigram": store}, ": '.*' was built for 5 tokens .* 64: build it with"),
+        ({"bigram": cut}, ": '.*' is not a store of texts .* `vllm-hsd build store`"),
+        ({"bigram": "/nowhere.npz"}, r".*/nowhere\.npz"),
+        ({"bigram_model": store}, ": '.*' was built for 5 tokens .* 64: build it with"),
+        ({"bigram_model": short}, ": '.*' has no text of two tokens: build it"),
+        (exit_head("layer-9-of-64"), ": '.*' sits on layer 9, but the target has 2: train it"),
+        (exit_head("layer-1-of-32"), r": '.*' has the shape \(64, 32\) .* \(64, 64\): train it"),
+        (exit_head(""), ": '.*' holds no readable .* layer-K"),
+        ({"exit_head": "/nowhere"}, ".*/nowhere"),
+        ({"eagle3": another}, " '.*' has a vocabulary of 60 tokens and the target .* 64: use"),
+        ({"eagle3": parallel}, " '.*' drafts all tokens in parallel.*: use"),
+        ({"eagle3": "/nowhere"}, ": no dir.*/nowhere"),
+    ]
+    experts = of_kind("mixtral", family.target, num_local_experts=4)
     text = {"skip_tokenizer_init": False}
+    differs = r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other"
     return [
-        (target({"model": "/nowhere/model"}), r"levels\[0\]\.model.*/nowhere/model"),
-        (
-            target({"model": small_vocabulary.mid}),
-            r"levels\[0\]\.model.*5 tokens.*64, and there are not two tokenizers.*vocab_size 64",
-        ),
-        (
-            on(padded, {"model": str(renamed)}),
-            r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
-        ),
-        (
-            on(text_family.target, {"model": str(renamed)}, engine=text),
-            r"levels\[0\]\.model.*another tokenizer.*token \d+ is '.' in one and '.' in the other",
-        ),
+        *((target(level), named(level, said)) for level, said in alone),
+        (on(padded, {"model": str(renamed)}), differs),
+        (on(text_family.target, {"model": str(renamed)}, engine=text), differs),
         (
             target({"model": family.mid, "draft_tensor_parallel_size": 2}),
             r"levels\[0\]\.draft_tensor_parallel_size is 2.*1",
         ),
         (target({"model": family.mid, "quantization": "no-such"}), r"levels\[0\].*quantization"),
-        (target({"model": mamba}), r"levels\[0\]\.model.*recurrent"),
         (
             on(experts, {"early_exit": 1}, engine={"data_parallel_size": 2}),
             "set data_parallel_size to 1",
@@ -104,7 +109,6 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             target({"ngram": {"max": 2}}, engine={"runner": "pooling"}),
             "runner 'pooling' generates no tokens .*: remove the speculative configuration",
         ),
-        (target({"mtp": {}}), r"levels\[0\]\.mtp: '.*' has nothing that vLLM runs as method 'mtp'"),
         (
             target({"mtp": {}, "num_tokens": 2}, {"model": family.mid}),
             r"levels\[0\]\.mtp drafts in the only level, alone or after lookups; .*: keep it there",
@@ -112,10 +116,6 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         (
             on(mtp, {"mtp": {}}, adaptive=True),
             r"adaptive has no meaning with levels\[0\]\.mtp, .*: remove it\.$",
-        ),
-        (
-            on(mtp, {"mtp": {}}, verifier="standard"),
-            r"verifier has no meaning with levels\[0\]\.mtp",
         ),
         (
             on(mtp, {"mtp": {}, "max_model_len": 64}),
@@ -130,14 +130,9 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             ),
             r"horizontal_tokens follow a top level .* 'adaptive' .*: remove one of them\.$",
         ),
-        (target({"early_exit": 9}), r"levels\[0\]\.early_exit is 9.*2 layers: lower it"),
-        (
-            on(gemma, {"early_exit": 1}),
-            r"levels\[0\]\.early_exit works with the targets .*, not GemmaForCausalLM: use",
-        ),
-        (
-            on(gemma, exit_head("layer-1-of-64")),
-            r"levels\[0\]\.exit_head works with the targets .*, not GemmaForCausalLM: use",
+        *(
+            (on(gemma, level), named(level, " works with the .*, not GemmaForCausalLM: use"))
+            for level in ({"early_exit": 1}, exit_head("layer-1-of-64"))
         ),
         (
             target({"early_exit": 2, "num_tokens": 2}, {"early_exit": 1}),
@@ -151,42 +146,6 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             ),
             r"levels\[2\]\.exit_head runs 1 layers .* levels\[0\]\.early_exit, which runs 1: ",
         ),
-        (
-            target({"bigram": table}),
-            r"levels\[0\]\.bigram: '.*' was built for 5 tokens .* 64: build it with",
-        ),
-        (
-            target({"bigram_model": store}),
-            r"levels\[0\]\.bigram_model: '.*' was built for 5 tokens .* 64: build it with",
-        ),
-        (
-            target({"bigram_model": short}),
-            r"levels\[0\]\.bigram_model: '.*' has no text of two tokens: build it",
-        ),
-        (
-            target({"bigram": str(cut)}),
-            r"levels\[0\]\.bigram: '.*' is not a store of texts .* `vllm-hsd build store`",
-        ),
-        (
-            target(exit_head("layer-9-of-64")),
-            r"levels\[0\]\.exit_head: '.*' sits on layer 9, but the target has 2: train it",
-        ),
-        (
-            target(exit_head("layer-1-of-32")),
-            r"levels\[0\]\.exit_head: '.*' has the shape \(64, 32\) .* \(64, 64\): train it",
-        ),
-        (
-            target({"eagle3": with_config(eagle3, scratch / "another", vocab_size=60)}),
-            r"levels\[0\]\.eagle3 '.*' has a vocabulary of 60 tokens and the target .* 64: use",
-        ),
-        (
-            target({"eagle3": parallel}),
-            r"levels\[0\]\.eagle3 '.*' drafts all tokens in parallel.*: use",
-        ),
-        (target({"eagle3": "/nowhere"}), r"levels\[0\]\.eagle3: no dir.*/nowhere"),
-        (target(exit_head("")), r"levels\[0\]\.exit_head: '.*' holds no readable .* layer-K"),
-        (target({"bigram": "/nowhere.npz"}), r"levels\[0\]\.bigram.*/nowhere\.npz"),
-        (target({"exit_head": "/nowhere"}), r"levels\[0\]\.exit_head.*/nowhere"),
     ]
 
 
@@ -201,23 +160,16 @@ def test_a_fault_names_the_level_and_the_fix(engine_faults):
 
 
 def test_good_cascades_and_other_methods_are_accepted(family, text_family, tmp_path):
-    cascade = {"method": "hsd", **hsd({"early_exit": 1, "num_tokens": 2}, {"model": family.mid})}
+    cascade = hsd({"early_exit": 1, "num_tokens": 2}, {"model": family.mid})
     stock = {"method": "draft_model", "model": family.mid, "num_speculative_tokens": 3}
-    text = {"method": "hsd", **hsd({"model": text_family.mid})}
+    text = hsd({"model": text_family.mid})
     larger = with_config(text_family.target, tmp_path / "152064", vocab_size=152064)
     smaller = with_config(text_family.small, tmp_path / "151936", vocab_size=151936)
     engines = [
         {"model": family.target, "speculative_config": cascade},
         {"model": family.target, "speculative_config": stock},
         {"model": family.target},
-        {
-            "model": text_family.target,
-            "speculative_config": text,
-            "skip_tokenizer_init": False,
-        },
-        {
-            "model": larger,
-            "speculative_config": {"method": "hsd", **hsd({"model": smaller})},
-        },
+        {"model": text_family.target, "speculative_config": text, "skip_tokenizer_init": False},
+        {"model": larger, "speculative_config": hsd({"model": smaller})},
     ]
     assert configuration_errors(engines) == [None] * len(engines)

@@ -1,7 +1,4 @@
-"""The program against the reference cascade, on equal uniforms; its kernels as plain references.
-
-tests/kernels/test_program_kernels.py runs the same with the kernels.
-"""
+"""Programs against the reference cascade, on equal uniforms; their kernels as plain references."""
 
 import numpy as np
 import pytest
@@ -44,23 +41,26 @@ HORIZONTAL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *({**case, "greedy": greedy} for case in PLAIN for greedy in (False, True)),
-        *({**case, **ENDS} for case in BY_ENTROPY),
-        *({**case, "seed": 4} for case in HORIZONTAL),
-    ],
-)
-def test_token_for_token_as_the_cascade(case):
-    """Up to max_model_len, with caches that only the program itself keeps up to date.
+def without_rounds(case: dict) -> dict:
+    return {key: value for key, value in case.items() if key != "rounds"}
 
-    Drafts end by entropies at tokens that levels and the target reject, step after step.
-    """
+
+CASES = [
+    *({**case, "greedy": greedy} for case in PLAIN for greedy in (False, True)),
+    *({**case, **ENDS} for case in BY_ENTROPY),
+    *({**case, "seed": 4} for case in HORIZONTAL),
+]
+ON_A_CPU = [*CASES, *({**without_rounds(case), "seed": 5} for case in PLAIN[2:5])]
+
+
+@pytest.mark.parametrize("case", [*CASES, *({**case, "host": True} for case in ON_A_CPU)])
+def test_token_for_token_as_the_cascade(case):
+    """Up to max_model_len, with caches that only the program itself keeps up to date."""
     engine, rng, filled = Engine(**case), np.random.default_rng(0), []
-    ends, tail = engine.thresholds is not None, case.get("horizontal_tokens", 0)
+    ends = engine.thresholds is not None and not engine.host
+    tail = 0 if engine.host else case.get("horizontal_tokens", 0)
     with reference_steps(engine) as steps:
-        for _ in range(6 if case.get("greedy") else 9):
+        for _ in range(9):
             drafts = engine.propose(steps)
             assert drafts == engine.host_drafts()
             filled += [len(draft) for draft in drafts]
@@ -104,47 +104,30 @@ def test_a_hole_in_a_cache_is_caught():
         assert engine.propose(steps) != engine.host_drafts()
 
 
-class Recorded:
-    """Keys of all uniforms that decide something, (seed, stream, draw)."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.keys: list[tuple[int, int, int]] = []
-
-    def sample_row(self, logits, temperature, seeds, draws, *, level, draw_offset, **rest):
-        state = self.engine.state
-        for b in torch.nonzero(state.drafted[0] < state.requested[0])[:, 0].tolist():
-            self.keys.append((int(seeds[b]), level, int(draws[b]) + draw_offset))
-        return reference.sample_row(
-            logits, temperature, seeds, draws, level=level, draw_offset=draw_offset, **rest
-        )
-
-    def verify_chain_padded(self, *arguments, level, draw_offset, draft_length, **rest):
-        state = self.engine.state
-        for b in torch.nonzero(state.origin >= 0)[:, 0].tolist():
-            first = int(state.draws[b]) + draw_offset
-            self.keys += [
-                (int(state.seeds[b]), level, first + t) for t in range(int(draft_length[b]) + 1)
-            ]
-        return reference.verify_chain_padded(
-            *arguments, level=level, draw_offset=draw_offset, draft_length=draft_length, **rest
-        )
-
-
 @pytest.mark.parametrize("keyed_by_position", [False, True])
 def test_no_uniform_is_met_twice(keyed_by_position, monkeypatch):
     """Over proposals with preemption, skipped steps and a request in another one's slot."""
-    engine = Engine((2, 3, 6), (2, 2), seed=3)
+    engine, rng = Engine((2, 3, 6), (2, 2), seed=3), np.random.default_rng(1)
+    state, all_slots = engine.state, engine.index.clone()
+    # (seed, stream, draw) of all uniforms that decide something.
+    met: list[tuple[int, int, int]] = []
     if keyed_by_position:
         # Negative control: draws that move on by one with every token, as positions do.
         monkeypatch.setattr("vllm_hsd.cascade.schedule.DRAWS_PER_LENGTH", 1)
-    recorded = Recorded(engine)
-    rng = np.random.default_rng(1)
-    functions = {
-        "sample_row": recorded.sample_row,
-        "verify_chain_padded": recorded.verify_chain_padded,
-    }
-    all_slots = engine.index.clone()
+
+    def sample_row(logits, temperature, seeds, draws, **given):
+        for b in torch.nonzero(state.drafted[0] < state.requested[0])[:, 0].tolist():
+            met.append((int(seeds[b]), given["level"], int(draws[b]) + given["draw_offset"]))
+        return reference.sample_row(logits, temperature, seeds, draws, **given)
+
+    def verify_chain_padded(*rows, **given):
+        for b in torch.nonzero(state.origin >= 0)[:, 0].tolist():
+            first = int(state.draws[b]) + given["draw_offset"]
+            draws = range(first, first + int(given["draft_length"][b]) + 1)
+            met.extend((int(state.seeds[b]), given["level"], draw) for draw in draws)
+        return reference.verify_chain_padded(*rows, **given)
+
+    functions = {"sample_row": sample_row, "verify_chain_padded": verify_chain_padded}
     with reference_steps(engine, **functions) as steps:
         for step in range(8):
             # Requests leave the batch for a step, and the batch changes its order.
@@ -154,14 +137,14 @@ def test_no_uniform_is_met_twice(keyed_by_position, monkeypatch):
             if step == 3:
                 # Preempted before the target saw the proposal: the same text, the same uniforms,
                 # and the same draft again.
-                before = len(recorded.keys)
+                before = len(met)
                 assert engine.propose(steps) == drafts
-                del recorded.keys[before:]
+                del met[before:]
             engine.keep_some(drafts, rng)
             if step == 5:
                 # Its slot goes to a new request.
                 slot = int(all_slots[0])
                 engine.seeds[slot] += 12345
                 engine.length[slot] = 9
-    assert len(recorded.keys) > 150
-    assert (len(set(recorded.keys)) == len(recorded.keys)) is not keyed_by_position
+    assert len(met) > 150
+    assert (len(set(met)) == len(met)) is not keyed_by_position

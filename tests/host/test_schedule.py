@@ -1,5 +1,7 @@
 """The fixed schedule: its ops, its bounds, and the catch-up rule by exhaustion."""
 
+import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -37,22 +39,19 @@ def test_every_draw_of_a_stream_is_used_once(lengths, rounds):
     assert schedule.num_speculative_tokens + 1 <= DRAWS_PER_LENGTH
 
 
+LOW, HOT = LevelOptions(3), LevelOptions(8, temperature_scale=2.0)
+
+
 @pytest.mark.parametrize(
     ("options", "settings", "key"),
     [
-        ([LevelOptions(3), LevelOptions(8)], {"horizontal_tokens": 5}, "horizontal_tokens is 5"),
-        (
-            [LevelOptions(3), LevelOptions(8, temperature_scale=2.0)],
-            {"horizontal_tokens": 2},
-            r"needs the temperature_scale of levels\[1\]",
-        ),
-        (
-            [LevelOptions(3), LevelOptions(8, "none", temperature_scale=2.0)],
-            {},
-            r'levels\[1\].verifier is "none"',
-        ),
-        ([LevelOptions(3), LevelOptions(3)], {}, r"levels\[0\].num_tokens is 3, so levels\[1\]"),
+        ([LOW, LevelOptions(8)], {"horizontal_tokens": 5}, "horizontal_tokens is 5"),
+        ([LOW, HOT], {"horizontal_tokens": 2}, r"needs the temperature_scale of levels\[1\]"),
+        ([LOW, replace(HOT, verifier="none")], {}, r'levels\[1\].verifier is "none"'),
+        ([LOW, LOW], {}, r"levels\[0\].num_tokens is 3, so levels\[1\]"),
         ([LevelOptions(1), LevelOptions(1), LevelOptions(2)], {}, "there are 3 levels"),
+        ([LOW, LevelOptions(8)], {"chooses": True, "horizontal_tokens": 1}, "has a model, with"),
+        ([replace(LOW, stopping="entropy")], {"chooses": True}, "neither stopping nor horizontal"),
         (
             [LevelOptions(1), LevelOptions(10), LevelOptions(40, max_rounds=12)],
             {},
@@ -94,9 +93,7 @@ class Request:
         ]
         self.committed = n
         self.limit = n + self.schedule.num_speculative_tokens - 2
-        levels = range(self.schedule.num_levels)
-        self.start, self.drafted, self.requested = [n for _ in levels], [0 for _ in levels], []
-        self.requested = [0 for _ in levels]
+        self.start, self.drafted, self.requested = ([0] * len(missing) for _ in range(3))
         self.requested[-1] = self.schedule.draft_lengths[-1]
         self.ask_below(self.schedule.num_levels - 1)
 
@@ -107,15 +104,15 @@ class Request:
             self.start[k], self.drafted[k] = len(self.text), 0
 
     def feed(self, op) -> None:
-        below = op.draft_length if isinstance(op, Verify) else 0
-        end = self.start[op.level - 1] + below if below else len(self.text)
-        first = op.query_length > 1
+        end = len(self.text)
+        if isinstance(op, Verify):
+            end = self.start[op.level - 1] + op.draft_length
         has_room = self.drafted[op.level] < self.requested[op.level]
         if self.drafted[-1] == self.requested[-1] or not (has_room or self.feed_full):
             return
         padded = self.text + [-1] * (end - len(self.text))
         mine = self.computed[op.level]
-        for p in range(end - op.query_length + self.shortened * first, end):
+        for p in range(end - op.query_length + self.shortened * (op.query_length > 1), end):
             if p <= self.limit:
                 mine[p] = padded[p]
         # A level that passes nothing on may lack some of the text; others have computed all of it.
@@ -123,8 +120,15 @@ class Request:
         if has_room and any(mine.get(p) != t for p, t in enumerate(self.text)):
             raise Hole(op)
 
-    def outcomes(self, at: int = 0):
-        """Run the ops from `at` on along every outcome; yields at the end of each."""
+    def copied(self) -> "Request":
+        other = copy.copy(self)
+        other.text, other.computed = list(self.text), [dict(level) for level in self.computed]
+        other.start, other.drafted = list(self.start), list(self.drafted)
+        other.requested = list(self.requested)
+        return other
+
+    def outcomes(self, at: int = 0) -> Iterator["Request"]:
+        """What it is after the ops from `at` on, along every outcome."""
         if at == self.schedule.tail < len(self.schedule.ops):
             self.start[0], self.drafted[0] = len(self.text), 0
             self.requested[0] = self.schedule.horizontal_tokens if self.drafted[-1] else 0
@@ -132,7 +136,7 @@ class Request:
         if at == len(self.schedule.ops):
             if self.schedule.horizontal_tokens:
                 self.drafted[-1] += self.drafted[0]
-            yield
+            yield self
             return
         op = self.schedule.ops[at]
         k = op.level if isinstance(op, Verify) else 0
@@ -148,36 +152,21 @@ class Request:
             choices = [0] if self.chooses else range(self.requested[0] + 1)
         else:
             choices = [int(self.drafted[0] < self.requested[0])]
-        before = self.saved()
         for choice in choices:
-            self.restore(before)
+            after = self.copied()
             if isinstance(op, Verify):
                 if choice is not None:
-                    del self.text[self.start[k - 1] + choice :]
-                    self.text.append(next(self.fresh))
-                    self.drafted[k] += choice + 1
-                self.ask_below(k)
+                    del after.text[after.start[k - 1] + choice :]
+                    after.text.append(next(self.fresh))
+                    after.drafted[k] += choice + 1
+                after.ask_below(k)
             elif choice is not None:
                 if isinstance(op, Choose):
-                    del self.text[self.start[0] :]
-                    self.drafted[0] = 0
-                self.text += [next(self.fresh) for _ in range(choice)]
-                self.drafted[0] += choice
-            yield from self.outcomes(at + 1)
-
-    def saved(self):
-        return (
-            list(self.text),
-            [dict(level) for level in self.computed],
-            list(self.start),
-            list(self.drafted),
-            list(self.requested),
-        )
-
-    def restore(self, state) -> None:
-        text, computed, start, drafted, requested = state
-        self.text, self.computed = list(text), [dict(level) for level in computed]
-        self.start, self.drafted, self.requested = list(start), list(drafted), list(requested)
+                    del after.text[after.start[0] :]
+                    after.drafted[0] = 0
+                after.text += [next(self.fresh) for _ in range(choice)]
+                after.drafted[0] += choice
+            yield from after.outcomes(at + 1)
 
     def missing_after(self, accepted: int) -> tuple[frozenset[int], ...]:
         """What every level lacks once the target kept so many draft tokens and added its own."""
@@ -189,47 +178,39 @@ class Request:
 
 
 def reachable(*requests: Request) -> set[tuple[frozenset[int], ...]]:
-    """All states of the caches between proposals, from a text that was just ingested.
-
-    Each proposal is any one of these.
-    """
+    """States of the caches between proposals, each any of these, from a text just ingested."""
     start = tuple(frozenset({1}) for _ in requests[0].schedule.draft_lengths)
     found, todo = {start}, [(start, request) for request in requests]
     while todo:
         missing, request = todo.pop()
         request.begin(missing)
-        for _ in request.outcomes():
-            for accepted in range(request.drafted[-1] + 1):
-                after = request.missing_after(accepted)
+        for end in request.outcomes():
+            for accepted in range(end.drafted[-1] + 1):
+                after = end.missing_after(accepted)
                 if after not in found:
                     found.add(after)
                     todo += [(after, each) for each in requests]
     return found
 
 
-CASCADES = [
-    ((4,), (), False),
-    ((2, 4), (), False),
-    ((2, 4), (3,), False),
-    ((1, 4), (1,), False),
-    ((2, 4), (2,), True),
-    ((1, 2, 4), (1, 2), False),
-    ((1, 2, 4), (2, 2), False),
-    ((1, 2, 4), (1, 2), True),
-    ((3, 8), (), False),
-    ((2, 3, 7), (2, 3), False),
-]
-HORIZONTAL = [
-    ((2, 6), (), False, 2),
-    ((2, 5), (), True, 1),
-    ((1, 6), (2,), False, 3),
-    ((1, 2, 7), (1, 2), False, 2),
-]
-CHOICES = [((3,), ()), ((2, 4), (2,)), ((1, 2, 4), (1, 2))]
-
-
 @pytest.mark.parametrize(
-    ("lengths", "rounds", "lookup", "horizontal"), [*((*c, 0) for c in CASCADES), *HORIZONTAL]
+    ("lengths", "rounds", "lookup", "horizontal"),
+    [
+        ((4,), (), False, 0),
+        ((2, 4), (), False, 0),
+        ((2, 4), (3,), False, 0),
+        ((1, 4), (1,), False, 0),
+        ((2, 4), (2,), True, 0),
+        ((1, 2, 4), (1, 2), False, 0),
+        ((1, 2, 4), (2, 2), False, 0),
+        ((1, 2, 4), (1, 2), True, 0),
+        ((3, 8), (), False, 0),
+        ((2, 3, 7), (2, 3), False, 0),
+        ((2, 6), (), False, 2),
+        ((2, 5), (), True, 1),
+        ((1, 6), (2,), False, 3),
+        ((1, 2, 7), (1, 2), False, 2),
+    ],
 )
 def test_catch_up_leaves_no_hole(lengths, rounds, lookup, horizontal):
     """All outcomes of all verifications, until no new state of the caches appears."""
@@ -240,12 +221,9 @@ def test_catch_up_leaves_no_hole(lengths, rounds, lookup, horizontal):
                 assert max(holes) <= schedule.num_levels - k + 1 + horizontal
 
 
-@pytest.mark.parametrize(("lengths", "rounds"), CHOICES)
+@pytest.mark.parametrize(("lengths", "rounds"), [((3,), ()), ((2, 4), (2,)), ((1, 2, 4), (1, 2))])
 def test_a_model_next_to_lookups_catches_up(lengths, rounds):
-    """Whether it runs all passes of its drafts, the first ones alone, or now these and now those.
-
-    Not where it runs none at all.
-    """
+    """By all passes of its drafts, the first ones alone, or both in turn; not without any."""
     schedule = schedule_of(*lengths, rounds=rounds, chooses=True)
     fewer, none = (
         replace(schedule, ops=tuple(op for op in schedule.ops if runs(op)))

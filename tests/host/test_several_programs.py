@@ -7,10 +7,10 @@ import pytest
 import torch
 from support import kernel_reference as reference
 from support.programs import PROMPT, Engine
+from support.proposal_states import TableLevel
+from support.recorded_graph import RecordedGraph, capture
 
 from vllm_hsd.cascade.several_drafts import other_tokens
-
-SHAPES = [(2, 3), (4, 2), (3, 1)]
 
 
 def rows_of(engine: Engine) -> list[list[list[int]]]:
@@ -24,10 +24,7 @@ def rows_of(engine: Engine) -> list[list[list[int]]]:
 
 
 def expected(engine: Engine, b: int, row: int, given: list[int]) -> tuple[list[int], torch.Tensor]:
-    """What a request's row is, drawn from the table after its text, and the logits of its tokens.
-
-    Of tokens that are as likely as each other a greedy one may begin with either.
-    """
+    """A request's row, as drawn from the table after its text, and the logits of its tokens."""
     slot = int(engine.index[b])
     text = engine.text[slot, PROMPT : engine.length[slot]].tolist()
     temperature = (engine.temperature[slot] * engine.scales[0])[None]
@@ -36,6 +33,7 @@ def expected(engine: Engine, b: int, row: int, given: list[int]) -> tuple[list[i
     for t in range(len(given)):
         said = torch.tensor(engine.levels[0].rows.row((*text, *tokens)))[None].float()
         if row and t == 0 and temperature <= 0:
+            # Of tokens that are as likely as each other it may begin with either.
             ranked = said[0].sort(descending=True).values
             tokens.append(given[0] if said[0, given[0]] == ranked[row] else -1)
         else:
@@ -78,7 +76,7 @@ def check_rows(engine: Engine, steps: int = 9) -> int:
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize(("drafts", "length"), SHAPES)
+@pytest.mark.parametrize(("drafts", "length"), [(2, 3), (4, 2), (3, 1)])
 def test_rows_are_the_models_after_any_row_won(drafts, length, greedy):
     """Up to max_model_len; of the cache nothing is left that belongs to another row."""
     assert check_rows(Engine((length,), drafts=drafts, greedy=greedy), steps=16) > 8
@@ -127,9 +125,6 @@ def test_other_tokens(count):
 
 def test_a_graph_drafts_what_the_program_drafts():
     """Recorded on padding alone; nothing is read on the host."""
-    from support.proposal_states import TableLevel
-    from support.recorded_graph import RecordedGraph, capture
-
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
     plain, graphed = (Engine((3,), drafts=3, seed=5) for _ in range(2))
     for engine in (plain, graphed):
@@ -140,10 +135,10 @@ def test_a_graph_drafts_what_the_program_drafts():
     with capture(graph):
         run(graphed.state)
     graphed.index, graphed.program.run = index, lambda state: graph.replay()
-    random, others = np.random.default_rng(3), np.random.default_rng(3)
-    for _ in range(6):
+    for step in range(6):
         plain.propose()
         graphed.propose()
-        assert rows_of(graphed) == rows_of(plain) and rows_of(plain)[0][1]
-        keep_any(plain, rows_of(plain), random)
-        keep_any(graphed, rows_of(graphed), others)
+        rows = rows_of(plain)
+        assert rows_of(graphed) == rows and rows[0][1]
+        for engine in (plain, graphed):
+            keep_any(engine, rows, np.random.default_rng(step))

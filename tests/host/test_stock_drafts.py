@@ -3,14 +3,17 @@
 import importlib
 import inspect
 import pkgutil
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from support.exact_joint_distribution import next_token_distribution
-from support.table_drafters import tables
+from support.table_drafters import DraftModelSpeculator, tables
 from support.table_runner import CASES, TableRunner
 from triton.runtime.jit import JITFunction
+from vllm.v1.worker.gpu import spec_decode
+from vllm.v1.worker.gpu.sample import gumbel
 
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.errors import UserError
@@ -19,9 +22,12 @@ from vllm_hsd.rules import verify_chain
 from vllm_hsd.rules.rng import host_uniforms
 
 
-def runner(params, **options):
+def runner(params, steps: int = 0, **options):
     target, draft = tables()
-    return TableRunner(target, options.pop("draft", draft), params, length=3, **options)
+    served = TableRunner(target, options.pop("draft", draft), params, length=3, **options)
+    for _ in range(steps):
+        served.step()
+    return served
 
 
 def host_verdict(case, target, draft, text, drafted, seed):
@@ -38,16 +44,12 @@ def host_verdict(case, target, draft, text, drafted, seed):
         rows.append(next_token_distribution(logits, prompt, tuple(so_far), case, None))
     p = torch.from_numpy(np.stack(rows))
     contexts = torch.tensor([text[-1], *drafted.tolist()[:-1]])
-    one_hot = {"temperature": 0.0} if temperature == 0 else {}
     filters = {k: v for k, v in case.items() if k in ("temperature", "top_k", "top_p", "min_p")}
-    q = torch.from_numpy(
-        np.stack(
-            [
-                next_token_distribution(row, prompt, (), {**filters, **one_hot}, None)
-                for row in draft[contexts].double().numpy()
-            ]
-        )
-    )
+    proposals = [
+        next_token_distribution(row, prompt, (), filters, None)
+        for row in draft[contexts].double().numpy()
+    ]
+    q = torch.from_numpy(np.stack(proposals))
     draws = len(text) * DRAWS_PER_LENGTH + np.arange(len(drafted) + 1)
     uniforms = host_uniforms(np.array([seed]), np.array([1]), draws)
     method = "greedy" if temperature == 0 else "block"
@@ -78,15 +80,12 @@ def test_every_verdict_is_that_of_the_hosts_verifier():
     assert set(accepted) >= {0, 1, 3}
 
 
-@pytest.mark.parametrize("keeps_rows", [True, False], ids=["rows", "point masses"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    ("keeps_rows", "temperature"), [(True, 0.0), (True, 0.7), (True, 1.0), (False, 0.0)]
+)
 def test_a_drafter_equal_to_the_target_loses_nothing(keeps_rows, temperature):
-    if not keeps_rows and temperature > 0:
-        pytest.skip("its argmax is not the target's sample")
     target, _ = tables()
-    served = runner([{"temperature": temperature}] * 4, draft=target, keeps_rows=keeps_rows)
-    for _ in range(4):
-        served.step()
+    served = runner([{"temperature": temperature}] * 4, 4, draft=target, keeps_rows=keeps_rows)
     assert served.accepted == served.verified > 0
 
 
@@ -94,35 +93,26 @@ def test_no_uniform_is_met_twice(monkeypatch):
     met = []
 
     def sample_row(logits, temperature, seeds, draws, **options):
-        met.extend(
-            (seed, 0, draw) for seed, draw in zip(seeds.tolist(), draws.tolist(), strict=True)
-        )
+        met.extend((0, *key) for key in zip(seeds.tolist(), draws.tolist(), strict=True))
         return original_sample(logits, temperature, seeds, draws, **options)
 
-    def verify(logits, rows, tokens, cu, index, temperature, seeds, draws, **options):
-        lengths = (cu[1:] - cu[:-1] - 1).tolist()
-        for slot, length in zip(index.tolist(), lengths, strict=True):
-            met.extend((int(seeds[slot]), 1, int(draws[slot]) + t) for t in range(length + 1))
-        return original_verify(
-            logits, rows, tokens, cu, index, temperature, seeds, draws, **options
-        )
+    def verify(*rows, seeds, draws, **options):
+        *_, cu, index = rows
+        for slot, count in zip(index.tolist(), cu.diff().tolist(), strict=True):
+            met.extend((1, int(seeds[slot]), int(draws[slot]) + t) for t in range(count))
+        return original_verify(*rows, seeds=seeds, draws=draws, **options)
 
     original_sample, original_verify = stock_drafters.sample_row, sampler.verify_chain_padded
     monkeypatch.setattr(stock_drafters, "sample_row", sample_row)
     monkeypatch.setattr(sampler, "verify_chain_padded", verify)
-    served = runner([{}] * 5)
-    for _ in range(4):
-        served.step()
+    runner([{}] * 5, steps=4)
     assert len(met) == len(set(met)) > 80
 
 
 def test_a_seeded_request_does_not_depend_on_its_neighbours():
     params = {"seed": 42, "temperature": 0.9}
-    alone = runner([params])
-    crowd = runner([{"seed": 3, "top_p": 0.5}, params, {"temperature": 0.0}])
-    for _ in range(4):
-        alone.step()
-        crowd.step()
+    alone = runner([params], steps=4)
+    crowd = runner([{"seed": 3, "top_p": 0.5}, params, {"temperature": 0.0}], steps=4)
     assert alone.texts()[0] == crowd.texts()[1]
 
 
@@ -142,9 +132,8 @@ def test_logits_are_not_copied_for_temperatures_and_filters(monkeypatch):
 
 def test_drafts_are_filtered_as_their_request():
     """Kept rows hold -inf for what no draft may be; greedy and coupled requests keep none."""
-    served = runner([{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 2, "seed": 5}])
-    _, draft = tables()
-    served.step()
+    served = runner([{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 2, "seed": 5}], 1)
+    draft = served.draft
     before = torch.tensor([text[-1] for text in served.texts()])
     contexts = torch.cat((before[:, None], served.drafted[:, :-1]), 1)
     rows = served.drafter.draft_logits[served.slots]
@@ -158,23 +147,17 @@ def test_drafts_are_filtered_as_their_request():
 
 def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
     """So a verification takes 3 launches and does not read a proposal row to normalize it."""
-    given, launches, verify = [], [], sampler.verify_chain_padded
-    run = JITFunction.run
+    given, verify, run = [], sampler.verify_chain_padded, JITFunction.run
 
     def counted(target, draft, *args, **options):
         given.append((draft, options["draft_lse"]))
-        launches.clear()
-        result = verify(target, draft, *args, **options)
-        assert len(launches) == 3
+        with mock.patch.object(JITFunction, "run", autospec=True, side_effect=run) as launched:
+            result = verify(target, draft, *args, **options)
+        assert launched.call_count == 3
         return result
 
-    monkeypatch.setattr(
-        JITFunction, "run", lambda *args, **keys: launches.append(1) or run(*args, **keys)
-    )
     monkeypatch.setattr(sampler, "verify_chain_padded", counted)
-    served = runner([{"temperature": 0.7}] * 2)
-    for _ in range(2):
-        served.step()
+    served = runner([{"temperature": 0.7}] * 2, steps=2)
     rows, lse = given[-1]
     expected = (rows[served.slots] / 0.7).logsumexp(-1)
     # The rows of the last proposal are newer than those that were verified; both are kept alike.
@@ -194,8 +177,7 @@ def test_drafts_that_are_drawn_at_once_are_accepted_where_they_are_the_targets()
 
 @pytest.mark.parametrize("row", [float("nan"), float("inf"), -float("inf")])
 def test_invalid_rows_end_in_token_0(row):
-    served = runner([{}, {"temperature": 0.0}, {"top_p": 0.9}])
-    served.step()
+    served = runner([{}, {"temperature": 0.0}, {"top_p": 0.9}], steps=1)
     output = served.step(logits=lambda tokens: torch.full((len(tokens), 6), row))
     assert output.num_sampled[0] == output.num_sampled[2] == 1
     assert output.sampled_token_ids[[0, 2], 0].tolist() == [0, 0]
@@ -203,20 +185,14 @@ def test_invalid_rows_end_in_token_0(row):
     served.step()
 
 
-def test_the_sampler_ends_a_draft_after_the_refused_token(monkeypatch):
-    verified, verify = [], sampler.verify_chain_padded
-
-    def recorded(target, draft, tokens, *args, **options):
-        verified.append(tokens)
-        return verify(target, draft, tokens, *args, **options)
-
-    monkeypatch.setattr(sampler, "verify_chain_padded", recorded)
-    served = runner([{}] * 4)
-    served.step()
+def test_the_sampler_ends_a_draft_after_the_refused_token():
+    served, verify = runner([{}] * 4, steps=1), sampler.verify_chain_padded
     # Acceptable draft tokens: 0, 1, 2 and 3 (all).
     invalid = torch.arange(4)[None, :] > torch.tensor([0, 1, 2, 3])[:, None]
-    served.step(invalid.flatten())
-    assert (verified[-1].view(4, 4)[:, 1:] >= 0).sum(1).tolist() == [1, 2, 3, 3]
+    with mock.patch.object(sampler, "verify_chain_padded", wraps=verify) as verified:
+        served.step(invalid.flatten())
+    _, _, tokens, *_ = verified.call_args.args
+    assert (tokens.view(4, 4)[:, 1:] >= 0).sum(1).tolist() == [1, 2, 3, 3]
 
 
 def own_rows(served):
@@ -240,8 +216,6 @@ def own_rows(served):
 
 @pytest.mark.parametrize("name", ["DFlash2Speculator", "LiLiCorrSpeculator"])
 def test_rows_that_a_drafter_writes_itself_are_those_that_are_verified(name):
-    from vllm.v1.worker.gpu.sample import gumbel
-
     target, _ = tables()
     given = {"params": [{"temperature": 1.0}] * 6, "draft": target, "drafter": name}
     if hasattr(gumbel, "spec_step_seed"):
@@ -273,11 +247,8 @@ def drawing(speculator: type) -> set[str]:
 
 def test_of_every_drafter_of_vllm_it_is_known_how_it_draws():
     """One that a release adds, or changes, is kept out by name until it is read."""
-    import vllm.v1.worker.gpu.spec_decode as package
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-
     found = {}
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    for module in pkgutil.walk_packages(spec_decode.__path__, spec_decode.__name__ + "."):
         for each in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(each) and issubclass(each, DraftModelSpeculator):
                 found[each.__name__] = drawing(each)

@@ -6,7 +6,7 @@ import torch
 from support.proposal_states import GuardedState, poison_memory, runner_tensors, schedule_of
 
 from vllm_hsd.cascade import bigram_rows, cascade_steps
-from vllm_hsd.cascade.bigram import PairCounts, count_pairs
+from vllm_hsd.cascade.bigram import count_pairs
 from vllm_hsd.cascade.bigram_rows import BigramRows
 from vllm_hsd.cascade.schedule import Draft
 from vllm_hsd.cascade.text_store import collect_texts
@@ -19,8 +19,7 @@ VOCABULARY = 70
 def rows_and_expected(seed: int, dtype: torch.dtype = torch.float32, lost: int = 0):
     """Probabilities [rows, V] after drafts and for verifications, on the device and by hand.
 
-    Args:
-        lost: times that each pair was seen that the device does not know of.
+    The device does not know of `lost` times that each pair was seen.
     """
     rng = np.random.default_rng(seed)
     texts = [rng.zipf(1.5, 300) % 65, np.arange(60), np.array([7])]
@@ -70,12 +69,3 @@ def test_a_lost_pair_is_seen():
     """Negative control of the comparison above."""
     found, expected = rows_and_expected(0, lost=1)
     assert (found / expected - 1).abs().max() > 1e-2
-
-
-def test_pairs_are_counted_on_the_device_as_on_the_host():
-    store = collect_texts([np.arange(5)], 6)
-    level, pairs = BigramRows.of(store, torch.float32, CPU), count_pairs(store)
-    assert isinstance(pairs, PairCounts)
-    pairs.single = np.log(pairs.single)
-    for mine, theirs in zip(level.pairs, vars(pairs).values(), strict=True):
-        np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-6)

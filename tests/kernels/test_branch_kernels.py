@@ -20,17 +20,6 @@ def ints(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
 
 
-def chosen_of(first, offers, values):
-    """Plain rule: the best offers whose first tokens differ from those of all rows before."""
-    rows, firsts = [], {first}
-    for _ in range(BRANCHES):
-        left = [s for s, offer in enumerate(offers) if offer and offer[0] not in firsts]
-        best = max(left, key=lambda s: (values[s], s), default=None)
-        rows.append([] if best is None else offers[best])
-        firsts |= {rows[-1][0]} if rows[-1] else set()
-    return rows
-
-
 @pytest.mark.every_kernel
 def test_the_next_best_offers_with_other_first_tokens_become_branches():
     rng = np.random.default_rng(0)
@@ -70,15 +59,17 @@ def test_the_next_best_offers_with_other_first_tokens_become_branches():
     lengths = set()
     for b in range(batch):
         at = slot[b] if requested[b] else slots
-        offers, values = [], []
+        offers = []
         for s in range(sources):
             survival = np.cumprod(expected[s, at, : min(counts[s, at], room[b])])
             kept = survival[survival >= 0.3]
-            offers.append(token_ids[s, at, : len(kept)].tolist())
-            values.append(kept.sum())
-        first = window[b, WINDOW] if drafted[b] else None
-        rows = chosen_of(first, offers, values)
-        for j, row in enumerate(rows):
+            offers.append((kept.sum(), s, token_ids[s, at, : len(kept)].tolist()))
+        rows, firsts = [], {window[b, WINDOW] if drafted[b] else None}
+        for *_, row in sorted(offers, reverse=True):
+            if row and row[0] not in firsts:
+                rows.append(row)
+                firsts.add(row[0])
+        for j, row in enumerate([*rows, [], []][:BRANCHES]):
             assert found[1][b, j] == len(row)
             assert found[0][b, j, : len(row)].tolist() == row
             lengths.add(len(row))
@@ -156,8 +147,7 @@ def test_rows_lie_where_the_plain_layout_has_them(size):
     branch_counts[number[number >= 0]] = counts[number >= 0]
     counts[number < 0] = 0
     rows_of = -(-scheduled // width)
-    request = np.repeat(np.arange(batch), rows_of)
-    branch = np.arange(len(request)) - np.repeat(np.cumsum(rows_of) - rows_of, rows_of)
+    request, branch = np.array([(i, r) for i in range(batch) for r in range(rows_of[i])]).T
     first = np.cumsum(scheduled) - scheduled
     start = first[request] + branch * width
     tokens = np.minimum(scheduled[request] - branch * width, width)

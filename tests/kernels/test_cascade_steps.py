@@ -17,7 +17,10 @@ from support.proposal_states import (
 from support.proposal_walk import walk
 
 from vllm_hsd.cascade import cascade_steps, lookups
+from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import Draft
+
+SCHEDULE = schedule_of(3, 8)
 
 
 @pytest.mark.every_kernel
@@ -48,31 +51,31 @@ def test_every_step_equals_its_reference(
     walk(schedule, seed, batch=7, num_reqs=6, lookup=lookup, unverified=unverified)
 
 
+def stage(state: ProposalState, seed: int, num_reqs: int, schedule=SCHEDULE) -> None:
+    tensors = runner_tensors(seed, num_reqs, schedule.window)
+    cascade_steps.stage(state, schedule, **tensors, scales=torch.ones(2))
+
+
 def test_a_batch_of_padding_drafts_nothing():
-    schedule = schedule_of(3, 8)
-    state = GuardedState(schedule, 2).state
-    tensors = runner_tensors(0, 0, schedule.window) | {"scales": torch.ones(2)}
-    cascade_steps.stage(state, schedule, **tensors)
-    groups, _ = block_tables(0)
-    for op in (schedule.ops[0], schedule.ops[3]):
-        cascade_steps.place(state, schedule, op, groups, MAX_MODEL_LEN)
+    state, (groups, _) = GuardedState(SCHEDULE, 2).state, block_tables(0)
+    stage(state, 0, 0)
+    for op in (SCHEDULE.ops[0], SCHEDULE.ops[3]):
+        cascade_steps.place(state, SCHEDULE, op, groups, MAX_MODEL_LEN)
         fed = 2 * op.query_length
         assert (state.slot_mapping[:, :fed] == -1).all() and (state.input_ids[:fed] == 0).all()
         assert state.query_start_loc.tolist() == [0, 0, 0] and state.seq_lens.tolist() == [0, 0]
-    cascade_steps.collect(state, schedule)
+    cascade_steps.collect(state, SCHEDULE)
     assert state.draft_length.tolist() == [0, 0] and (state.row_of_slot == -1).all()
 
 
 def test_no_entry_is_written_past_a_row_of_the_block_table():
     """There lie the next request's blocks, of a level in the target's cache the target's own."""
-    schedule = schedule_of(3, 8)
-    state = GuardedState(schedule, 5).state
-    tensors = runner_tensors(0, 5, schedule.window) | {"scales": torch.ones(2)}
-    cascade_steps.stage(state, schedule, **tensors)
-    groups, _ = block_tables(0)
-    place = (state, schedule, schedule.ops[0], groups, MAX_MODEL_LEN)
+    # `groups` holds addresses of the tables.
+    state, (groups, _tables) = GuardedState(SCHEDULE, 5).state, block_tables(0)
+    stage(state, 0, 5)
+    place = (state, SCHEDULE, SCHEDULE.ops[0], groups, MAX_MODEL_LEN)
     cascade_steps.place(*place)
-    fed = 5 * schedule.ops[0].query_length
+    fed = 5 * SCHEDULE.ops[0].query_length
     whole, position = state.slot_mapping[:, :fed].clone(), state.positions[:fed]
     groups.table_strides.fill_(2)
     cascade_steps.place(*place)
@@ -85,17 +88,15 @@ def test_no_entry_is_written_past_a_row_of_the_block_table():
 
 def test_a_pass_that_begins_before_the_window_writes_nothing_there():
     """As long as another request of its batch needs."""
-    schedule = schedule_of(3, 8)
-    op = max((op for op in schedule.ops if isinstance(op, Draft)), key=lambda op: op.query_length)
-    state = GuardedState(schedule, 5).state
-    tensors = runner_tensors(0, 5, schedule.window) | {"scales": torch.ones(2)}
-    cascade_steps.stage(state, schedule, **tensors)
-    groups, tables = block_tables(0)
+    op = max((op for op in SCHEDULE.ops if isinstance(op, Draft)), key=lambda op: op.query_length)
+    state, (groups, tables) = GuardedState(SCHEDULE, 5).state, block_tables(0)
+    stage(state, 0, 5)
     before = op.query_length - 1
     state.end.fill_(op.query_length - before)
     expected = copied(state)
-    cascade_steps.place(state, schedule, op, groups, MAX_MODEL_LEN)
-    step_reference.place(expected, schedule, op, groups, MAX_MODEL_LEN, tables=tables)
+    place = (SCHEDULE, op, groups, MAX_MODEL_LEN)
+    cascade_steps.place(state, *place)
+    step_reference.place(expected, *place, tables=tables)
     assert_equal_states(state, expected)
     fed = state.slot_mapping[:, : 5 * op.query_length].view(len(tables), 5, -1)
     assert before > 0 and (fed[..., :before] == -1).all() and (fed[..., before:] >= 0).any()
@@ -105,8 +106,7 @@ def test_a_pass_that_begins_before_the_window_writes_nothing_there():
 def test_bigram_chains_end_where_there_is_no_successor():
     schedule = schedule_of(3, 8, lookup=True)
     guarded = GuardedState(schedule, 6, lookup=True)
-    tensors = runner_tensors(4, 5, schedule.window) | {"scales": torch.ones(2)}
-    cascade_steps.stage(guarded.state, schedule, **tensors)
+    stage(guarded.state, 4, 5, schedule)
     expected = copied(guarded.state)
     successor = torch.tensor([3, 2, -1, 1, 4], dtype=torch.int32)
     lookups.lookup_bigram(guarded.state, successor)
@@ -117,13 +117,10 @@ def test_bigram_chains_end_where_there_is_no_successor():
 
 
 def test_a_bucket_is_a_view_of_the_first_requests():
-    schedule = schedule_of(3, 8)
-    state = GuardedState(schedule, 4).state
-    bucket = state.bucket(2)
+    state = GuardedState(SCHEDULE, 4).state
+    bucket, rest = state.bucket(2), copied(state)
     assert bucket.batch == 2 and bucket.rows[1].shape == (2, 8, VOCABULARY)
-    tensors = runner_tensors(1, 2, schedule.window) | {"scales": torch.ones(2)}
-    rest = copied(state)
-    cascade_steps.stage(bucket, schedule, **tensors)
+    stage(bucket, 1, 2)
     assert state.requested[:, :2].equal(bucket.requested) and bucket.requested[1].any()
     assert state.requested[:, 2:].equal(rest.requested[:, 2:])
     assert state.window[2:].equal(rest.window[2:])
@@ -131,8 +128,7 @@ def test_a_bucket_is_a_view_of_the_first_requests():
 
 def test_rows_of_another_dtype_are_refused():
     """Rounding a row after its token was drawn would change the distribution that is claimed."""
-    schedule = schedule_of(3, 8)
-    state = GuardedState(schedule, 2).state
+    state = GuardedState(SCHEDULE, 2).state
     logits = torch.zeros(2, VOCABULARY)
     with pytest.raises(ValueError, match=r"levels\[0\] are torch.float32"):
-        cascade_steps.commit_draft(state, schedule.ops[0], logits, *[logits[:, 0]] * 3)
+        cascade_steps.commit_draft(state, SCHEDULE.ops[0], logits, *[logits[:, 0]] * 3)

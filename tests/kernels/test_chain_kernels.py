@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import kernel_reference as reference
+from support.interpreter import count_bytes
 from support.kernel_batches import (
     UNUSABLE_ROWS,
     draft_lse,
@@ -19,8 +20,7 @@ INF = float("inf")
 CHUNK_AND_BLOCK = 512, 128
 
 
-def assert_matches(batch, result, **options):
-    expected = reference.verify_chain(**batch, **options)
+def assert_equal(result, expected):
     assert result.token_ids.tolist() == expected.token_ids.tolist()
     assert result.num_accepted.tolist() == expected.num_accepted.tolist()
     assert result.num_emitted.tolist() == expected.num_emitted.tolist()
@@ -30,6 +30,10 @@ def assert_matches(batch, result, **options):
     torch.testing.assert_close(
         result.target_lse[finite], expected.target_lse[finite], rtol=1e-5, atol=1e-5
     )
+
+
+def assert_matches(batch, result, **options):
+    assert_equal(result, reference.verify_chain(**batch, **options))
 
 
 @pytest.mark.every_kernel
@@ -60,7 +64,9 @@ def test_another_draw_gives_another_token(method):
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 2048])
 def test_vocabulary_sizes(vocab_size, small_blocks):
+    """Drafts that are shorter than they may be."""
     batch = make_chains(vocab_size, [2, 3, 1, 3], torch.bfloat16, seed=vocab_size)
+    batch["max_draft_tokens"] = 5
     assert_matches(batch, verify_flat(**batch))
 
 
@@ -113,11 +119,11 @@ def test_degenerate_rows(method, small_blocks):
     assert result.num_accepted[7] <= 2 and result.num_accepted[11] <= 1
 
 
-def requests_with_invalid_own_rows():
-    """Each kind of row at temperature 0 and 0.8, without a draft and with two draft tokens.
-
-    Returns (batch, plain vLLM's tokens [12]).
-    """
+@pytest.mark.parametrize("method", chain_verify.METHODS)
+def test_an_invalid_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
+    """Each kind of row at temperature 0 and 0.8, without a draft and with two draft tokens."""
+    monkeypatch.setattr(blocks, "CHUNK", 64)
+    monkeypatch.setattr(blocks, "BLOCK", 16)
     lengths = [0, 2] * 6
     batch = make_chains(100, lengths)
     batch["temperature"] = torch.tensor([0.0, 0.0, 0.8, 0.8]).repeat(3)
@@ -129,20 +135,11 @@ def requests_with_invalid_own_rows():
     plain = plain_vllm_tokens(own, batch["temperature"])
     # The greedy drafts begin with the argmax of the invalid row.
     batch["draft_token_ids"].view(6, 2)[::2, 0] = plain[1::4]
-    return batch, plain
-
-
-@pytest.mark.parametrize("method", chain_verify.METHODS)
-def test_an_invalid_own_row_gives_the_token_of_plain_vllm(method, monkeypatch):
-    monkeypatch.setattr(blocks, "CHUNK", 64)
-    monkeypatch.setattr(blocks, "BLOCK", 16)
-    batch, plain = requests_with_invalid_own_rows()
     result = verify_flat(**batch, method=method)
     assert_matches(batch, result, method=method)
     assert result.token_ids[:, 0].tolist() == plain.tolist()
-    sampled_requests = batch["temperature"] > 0
-    assert (result.num_emitted[sampled_requests] == 1).all()
-    assert (result.num_accepted[sampled_requests] == 0).all()
+    sampled = batch["temperature"] > 0
+    assert (result.num_emitted[sampled] == 1).all() and not result.num_accepted[sampled].any()
     # A greedy request continues from the argmax of its own row.
     assert (result.num_accepted[1::4] >= 1).all()
 
@@ -186,26 +183,6 @@ def test_one_hot_by_request_and_own_draft_temperature(given):
     assert_matches(batch, result, draft_temperature=temperature)
 
 
-def test_alone_or_in_a_batch():
-    """A request gives the same tokens at any place of a batch and in any layout of its rows."""
-    lengths = [3, 0, 4, 2]
-    batch = make_chains(100, lengths)
-    together = verify_flat(**batch)
-    for i, n in enumerate(lengths):
-        begin = sum(lengths[:i])
-        rows = slice(begin, begin + n)
-        alone = verify_flat(
-            target_logits=batch["target_logits"][begin + i : begin + n + i + 1],
-            draft_logits=batch["draft_logits"][rows],
-            draft_token_ids=batch["draft_token_ids"][rows],
-            cu_num_draft_tokens=torch.tensor([0, n]),
-            **{k: batch[k][i : i + 1] for k in ("temperature", "seeds", "draws")},
-            max_draft_tokens=6,
-        )
-        assert alone.token_ids[0, :5].tolist() == together.token_ids[i].tolist()
-        assert alone.token_ids[0, 5:].tolist() == [-1, -1]
-
-
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_a_request_may_have_no_row_at_all(method):
     arguments = padded(**make_chains(100, [3, 0, 2, 3])) | {"method": method}
@@ -218,74 +195,76 @@ def test_a_request_may_have_no_row_at_all(method):
     assert result.token_ids[4].tolist() == [-1] * 4
 
 
-def padded_with_drafts_elsewhere(batch, lengths, index, draft_index, slots=9, entries=6, k=4):
-    """`batch` in the padded layout; drafts at entries of their own.
-
-    What follows a request's length are ids and rows as well, and the first of these tokens would
-    be accepted: the V2 runner's unfilled slots hold anything.
-    """
-    vocab_size = batch["target_logits"].shape[1]
-    state = {
-        name: torch.full((slots,), 99, dtype=batch[name].dtype)
-        for name in ("temperature", "seeds", "draws")
-    }
-    draft = torch.zeros(entries, k, vocab_size)
-    lse = torch.full((entries, k), vocab_size).log()
-    length = torch.full((entries,), -7, dtype=torch.int32)
-    rows = torch.zeros(len(lengths) * (k + 1), vocab_size)
-    sampled = torch.zeros(len(rows), dtype=torch.int32)
-    begin = 0
-    for i, n in enumerate(lengths):
-        for name, values in state.items():
-            values[index[i]] = batch[name][i]
-        first = i * (k + 1)
-        rows[first : first + n + 1] = batch["target_logits"][begin + i : begin + i + n + 1]
-        if (entry := int(draft_index[i])) >= 0:
-            draft[entry, :n] = batch["draft_logits"][begin : begin + n]
-            lse[entry, :n] = draft_lse(batch)[begin : begin + n]
-            length[entry] = n
-        sampled[first + 1 : first + n + 1] = batch["draft_token_ids"][begin : begin + n]
-        if n < k:
-            sampled[first + n + 1] = rows[first + n].argmax()
-        begin += n
-    cu = torch.arange(len(lengths) + 1, dtype=torch.int32) * (k + 1)
-    arguments = (rows, draft, sampled, cu, index)
-    return arguments, state, {"draft_lse": lse, "draft_index": draft_index, "draft_length": length}
-
-
 def test_rows_and_state_by_different_indices_and_a_length_per_request():
-    """Equal to drafts in the slots; a request whose drafts are stale (-1) is as one without."""
-    lengths = [3, 0, 2, 4, 3]
-    batch = make_chains(70, lengths)
+    """A request whose drafts are stale (-1) is as one without."""
+    batch = make_chains(70, [4] * 5)
     batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0, 0.9])
-    flat = verify_flat(**batch, level=2)
-    index = torch.tensor([7, 2, 5, 0, 3], dtype=torch.int32)
-    draft_index = torch.tensor([4, 1, 0, 3, -1])
-    arguments, state, drafts = padded_with_drafts_elsewhere(batch, lengths, index, draft_index)
-    state["draws"] -= 5
-    for given in (drafts, drafts | {"draft_lse": None}):
-        result = chain_verify.verify_chain_padded(
-            *arguments, **state, **given, max_draft_tokens=4, level=2, draw_offset=5
-        )
-        assert result.token_ids[:4].tolist() == flat.token_ids[:4].tolist()
-        assert result.num_emitted[:4].tolist() == flat.num_emitted[:4].tolist()
-        assert result.target_lse[:4].nan_to_num(-1).equal(flat.target_lse[:4].nan_to_num(-1))
-        assert result.num_accepted[4] == 0 and result.num_emitted[4] == 1
+    # What lies behind the second one's length, 0, would be accepted.
+    batch["draft_logits"].view(5, 4, 70)[1] = batch["target_logits"].view(5, 5, 70)[1, :4]
+    flat, arguments = verify_flat(**batch, level=2), padded(**batch, draft_lse=draft_lse(batch))
+    index, entry = torch.tensor([7, 2, 5, 0, 3]), torch.tensor([4, 1, 0, 3, -1])
+    for name in ("temperature", "seeds", "draws"):
+        arguments[name] = torch.full((9,), 99, dtype=batch[name].dtype)
+        arguments[name][index] = batch[name]
+    arguments["draws"] -= 5
+    for name in ("draft_logits", "draft_lse"):
+        by_request = arguments[name].flip(0)
+        arguments[name] = torch.zeros(6, *by_request.shape[1:])
+        arguments[name][entry[:4]] = by_request[:4]
+    length = torch.full((6,), -7, dtype=torch.int32)
+    length[entry[:4]] = torch.tensor([3, 0, 2, 4], dtype=torch.int32)
+    arguments |= {"idx_mapping": index.int(), "draft_index": entry, "draft_length": length}
+    arguments |= {"level": 2, "draw_offset": 5}
+    expected = reference.verify_chain_padded(**arguments)
+    assert expected.num_accepted[[1, 4]].tolist() == [0, 0] and expected.num_accepted.any()
+    for lse in (arguments["draft_lse"], None):
+        result = chain_verify.verify_chain_padded(**arguments | {"draft_lse": lse})
+        assert_equal(result, expected)
+        assert result.token_ids[3].equal(flat.token_ids[3])
+        assert result.target_lse[3].nan_to_num(-1).equal(flat.target_lse[3].nan_to_num(-1))
     # Negative control: without the lengths what follows a draft counts.
-    every = drafts | {"draft_length": None}
-    result = chain_verify.verify_chain_padded(
-        *arguments, **state, **every, max_draft_tokens=4, level=2, draw_offset=5
-    )
-    assert result.token_ids[:4].tolist() != flat.token_ids[:4].tolist()
+    result = chain_verify.verify_chain_padded(**arguments | {"draft_length": None})
+    assert result.num_accepted[1] == 4
+
+
+# Rows read once: K target rows of 2 bytes; with what else the case needs.
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [("accepted", 12), ("accepted, no lse", 22), ("rejected", 14), ("greedy", 12), ("one-hot", 12)],
+)
+def test_every_needed_row_is_read_once(case, rows):
+    """Bytes that a verification moves, counted lane by lane."""
+    vocab_size, k, requests = 16384, 5, 2
+    batch = make_chains(vocab_size, [k] * requests, torch.bfloat16, noise=0.0)
+    batch["temperature"] = torch.tensor([1.0, 0.7])
+    lse, accepted = draft_lse(batch), [k, k]
+    if case == "rejected":
+        first = batch["draft_token_ids"][::k]
+        batch["target_logits"][:: k + 1].scatter_(1, first[:, None], -INF)
+        accepted = [0, 0]
+    elif case == "greedy":
+        batch["temperature"] = torch.zeros(requests)
+        rows_of_draft = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8, 9, 10])
+        batch["draft_token_ids"] = batch["target_logits"][rows_of_draft].float().argmax(-1)
+    elif case == "one-hot":
+        batch["draft_logits"] = None
+        batch["draft_token_ids"][::k] = batch["target_logits"][:: k + 1].float().argmin(-1)
+        accepted = [0, 0]
+    given = None if case in ("accepted, no lse", "one-hot") else lse
+    with count_bytes() as counts:
+        result = verify_flat(**batch, draft_lse=given)
+    assert counts["launches"] == 3 and result.num_accepted.tolist() == accepted
+    moved = (counts["loaded"] + counts["stored"]) / (requests * vocab_size)
+    # One block is read again to draw; a few hundred numbers a request are left between launches.
+    assert rows <= moved < rows + (4 * blocks.BLOCK + 16384) / vocab_size
 
 
 def test_no_drafts_and_no_requests():
     batch = make_chains(40, [0, 0])
     assert_matches(batch, verify_flat(**batch))
     nothing = make_chains(40, [1])
-    for name in ("target_logits", "draft_logits", "draft_token_ids"):
-        nothing[name] = nothing[name][:0]
-    for name in ("temperature", "seeds", "draws"):
+    for name in nothing.keys() - {"max_draft_tokens"}:
         nothing[name] = nothing[name][:0]
     nothing["cu_num_draft_tokens"] = torch.tensor([0])
     assert verify_flat(**nothing).token_ids.shape == (0, 2)
@@ -310,16 +289,5 @@ def test_no_drafts_and_no_requests():
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
-    arguments = {
-        "target_logits": torch.zeros(5, 8),
-        "draft_logits": torch.zeros(2, 2, 8),
-        "draft_sampled": torch.zeros(5, dtype=torch.int64),
-        "cu_num_logits": torch.tensor([0, 2, 5]),
-        "idx_mapping": torch.arange(2),
-        "temperature": torch.ones(2),
-        "seeds": torch.zeros(2, dtype=torch.int64),
-        "draws": torch.zeros(2, dtype=torch.int64),
-        "max_draft_tokens": 2,
-    }
     with pytest.raises(ValueError, match=message):
-        chain_verify.verify_chain_padded(**arguments | change)
+        chain_verify.verify_chain_padded(**padded(**make_chains(8, [1, 2])) | change)

@@ -15,14 +15,14 @@ from vllm_hsd.kernels.copy_blocks import (
 LENGTH, HEADS, SIZE = 6, 2, 4
 
 
-def layers(blocks: int, block_size: int, guard: int = 64):
+def layers(blocks: int, block_size: int):
     """(caches [blocks, ...] of three layouts, the whole memory around each of them)."""
     shapes = [
         ((blocks, 2, block_size, HEADS, SIZE), (0, 1, 2, 3, 4)),
         ((2, blocks, block_size, HEADS, SIZE), (1, 0, 2, 3, 4)),
         ((blocks, HEADS, block_size, 2 * SIZE), (0, 2, 1, 3)),
     ]
-    caches, memory = [], []
+    caches, memory, guard = [], [], 64
     for i, (shape, order) in enumerate(shapes):
         count = int(np.prod(shape))
         whole = torch.arange(count + 2 * guard, dtype=torch.float32) + 1e5 * i

@@ -1,12 +1,10 @@
 """Coupled requests, whose noise is vLLM's, and filtered ones: drawing and verification."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from support import kernel_reference as reference
 from support import vllm_sampler
-from support.kernel_batches import make_chains
+from support.kernel_batches import make_chains, padded
 
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
@@ -14,7 +12,7 @@ from vllm_hsd.kernels.sample_row import sample_row
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 CHUNK_AND_BLOCK = 128, 32
-V, K = 300, 3
+V = 300
 # A batch of each kind: coupled, sampled and greedy requests, one without a draft.
 TEMPERATURE = torch.tensor([-0.8, -1.0, 0.7, 0.0, -1.3, -0.8])
 LENGTHS = [3, 2, 3, 3, 0, 3]
@@ -76,101 +74,85 @@ def test_filtered_rows_are_drawn_from_alike():
     assert not kept[torch.arange(40), unfiltered].all()
 
 
-def padded(skip: int, filtered: bool):
-    """Arguments of a padded verification of drafts that were drawn with the same filters."""
-    batch = make_chains(V, LENGTHS, seed=2)
-    count = len(LENGTHS)
-    cu = torch.tensor([0, *(n + 1 for n in LENGTHS)]).cumsum(0)
-    owner = torch.arange(count).repeat_interleave(cu.diff())
+def verification(skip: int, filtered: bool) -> tuple[dict, torch.Tensor]:
+    """Arguments of a verification of drafts drawn with the same filters, and positions of rows."""
+    batch, count = make_chains(V, LENGTHS, seed=2) | {"temperature": TEMPERATURE}, len(LENGTHS)
+    lengths, rows, target = torch.tensor(LENGTHS), batch["draft_logits"], batch["target_logits"]
+    owner = torch.arange(count).repeat_interleave(lengths + 1)
+    of_draft = torch.arange(count).repeat_interleave(lengths)
     positions = torch.cat(
         [torch.arange(100 * i, 100 * i + n + 1 + skip) for i, n in enumerate(LENGTHS)]
     )
-    rows, target = batch["draft_logits"], batch["target_logits"]
+    noise = positions[torch.arange(len(owner)) + (owner + 1) * skip]
     filters = Filters(
         torch.tensor([0, 12, 12, 5, 7, 0]).int(),
         torch.tensor([0.9, 1.0, 0.8, 0.8, 1.0, 0.7]),
         torch.tensor([0.0, 0.05, 0.0, 0.0, 0.1, 0.05]),
     )
-    of_draft = torch.arange(count).repeat_interleave(torch.tensor(LENGTHS))
     thresholds = None
     if filtered:
         # The kernels keep what a draft was drawn from, with -inf for what was filtered.
         below = row_thresholds(rows, TEMPERATURE, filters, index=of_draft)
         rows = reference.filtered(rows, TEMPERATURE[of_draft], below)
         thresholds = row_thresholds(target, TEMPERATURE, filters, index=owner)
-    noise = positions[torch.arange(len(owner)) + (owner + 1) * skip]
-    drafted = torch.cat([torch.arange(b, e - 1) for b, e in pairwise(cu.tolist())])
     tokens, lse = sample_row(
         rows,
         TEMPERATURE[of_draft],
         batch["seeds"][of_draft],
         torch.arange(len(rows)),
-        positions=noise[drafted],
+        positions=noise[torch.arange(len(rows)) + of_draft],
     )
-    sampled = torch.full((len(owner),), -1)
-    sampled[drafted + 1] = tokens
-    kept, kept_lse = torch.zeros(count, K, V), torch.zeros(count, K)
-    place = torch.cat([torch.arange(n) for n in LENGTHS])
-    kept[of_draft, place], kept_lse[of_draft, place] = rows, lse
-    number = torch.arange(count)
-    return (
-        (target, kept, sampled, cu, number, TEMPERATURE, batch["seeds"], batch["draws"]),
-        {
-            "max_draft_tokens": K,
-            "draft_lse": kept_lse,
-            "draft_index": number,
-            "draft_length": torch.tensor(LENGTHS),
-            "thresholds": thresholds,
-            "positions": positions,
-            "position_skip": skip,
-        },
-        (noise, owner),
-    )
+    drafts = {"draft_logits": rows, "draft_token_ids": tokens, "draft_lse": lse}
+    arguments = padded(**batch | drafts) | {
+        "draft_length": lengths.flip(0),
+        "thresholds": thresholds,
+        "positions": positions,
+        "position_skip": skip,
+    }
+    return arguments | {"draft_index": arguments["idx_mapping"]}, noise
 
 
 @pytest.mark.parametrize("method", ["block", "standard"])
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole rows", "filtered"])
 @pytest.mark.parametrize("skip", [0, 2])
 def test_verification_matches_the_reference(method, filtered, skip):
-    arguments, options, (noise, owner) = padded(skip, filtered)
-    result = verify_chain_padded(*arguments, **options, method=method, level=2)
-    expected = reference.verify_chain_padded(
-        *arguments, **{**options, "draft_lse": None}, method=method, level=2
-    )
+    arguments, noise = verification(skip, filtered)
+    result = verify_chain_padded(**arguments, method=method, level=2)
+    expected = reference.verify_chain_padded(**arguments, method=method, level=2)
     assert result.token_ids.tolist() == expected.token_ids.tolist()
     assert result.num_accepted.tolist() == expected.num_accepted.tolist()
     torch.testing.assert_close(
         result.target_lse, expected.target_lse, rtol=1e-5, atol=1e-5, equal_nan=True
     )
     assert result.num_accepted[[0, 1, 5]].sum() > 0
-    target, _, sampled, cu, _, temperature, seeds, _ = arguments
+    target, cu = arguments["target_logits"], arguments["cu_num_logits"]
+    owner = arguments["idx_mapping"].repeat_interleave(cu.diff())
+    temperature, seeds = arguments["temperature"][owner], arguments["seeds"][owner]
     if filtered:
-        target = reference.filtered(target, temperature[owner], options["thresholds"])
-    plain = plain_vllm_tokens(target, temperature.abs()[owner], seeds[owner], noise)
-    for i in (temperature < 0).nonzero()[:, 0].tolist():
+        target = reference.filtered(target, temperature, arguments["thresholds"])
+    plain = plain_vllm_tokens(target, temperature.abs(), seeds, noise)
+    for i in (TEMPERATURE < 0).nonzero()[:, 0].tolist():
         emitted = int(result.num_emitted[i])
         text = result.token_ids[i, :emitted].tolist()
         assert text == plain[cu[i] : cu[i] + emitted].tolist()
         # The draft ends exactly where it leaves that text.
-        drafted = sampled[cu[i] + 1 : cu[i + 1]].tolist()
+        drafted = arguments["draft_sampled"][cu[i] + 1 : cu[i + 1]].tolist()
         assert text[:-1] == drafted[: emitted - 1]
         assert emitted == len(drafted) + 1 or text[-1] != drafted[emitted - 1]
 
 
 def test_noise_of_another_position_is_caught():
     """Negative control of the comparison with plain vLLM."""
-    arguments, options, _ = padded(0, False)
-    result = verify_chain_padded(*arguments, **options)
-    options["positions"] = options["positions"] + 1
-    shifted = verify_chain_padded(*arguments, **options)
+    arguments, _ = verification(0, False)
+    result = verify_chain_padded(**arguments)
+    shifted = verify_chain_padded(**arguments | {"positions": arguments["positions"] + 1})
     coupled = TEMPERATURE < 0
     assert not result.token_ids[coupled].equal(shifted.token_ids[coupled])
     assert result.token_ids[~coupled].equal(shifted.token_ids[~coupled])
 
 
 def test_a_coupled_verification_reads_no_proposal_rows():
-    arguments, options, _ = padded(0, False)
-    expected = verify_chain_padded(*arguments, **options)
-    target, kept, *rest = arguments
-    kept[TEMPERATURE <= 0] = float("nan")
-    assert verify_chain_padded(target, kept, *rest, **options).token_ids.equal(expected.token_ids)
+    arguments, _ = verification(0, False)
+    expected = verify_chain_padded(**arguments)
+    arguments["draft_logits"][arguments["temperature"] <= 0] = float("nan")
+    assert verify_chain_padded(**arguments).token_ids.equal(expected.token_ids)

@@ -1,18 +1,14 @@
 """Several drawn drafts of a request on vLLM's layout, against the plain rule."""
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
 from support import kernel_reference as reference
 from support.proposal_states import poison_memory
 
-from vllm_hsd.kernels.drawn_rows import verify_drawn_rows
+from vllm_hsd.kernels.drawn_rows import DrawnResult, verify_drawn_rows
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import MAX_NODES
-from vllm_hsd.rules.rng import host_uniforms
-from vllm_hsd.rules.tree import ROOT, Tree, verify_tree
 
 CHUNK_AND_BLOCK = 32, 16
 LEVEL, DRAFTS = 1, 3
@@ -62,75 +58,39 @@ def make_rows(requests: int, rows: int, length: int, vocabulary: int, seed: int 
     }
 
 
-class Verified(NamedTuple):
-    """What the rows of a request come to.
-
-    Attributes:
-        token_ids: the accepted tokens and one more; none after a row that is not normalized.
-        accepted: how many were accepted, and of_chain: leading ones that the first row has.
-        winner: the first row that begins with these.
-    """
-
-    token_ids: list[int]
-    accepted: int
-    of_chain: int
-    winner: int
-
-
-def verify_rows(target, draft, rows: list[list[int]], uniforms) -> Verified:
-    """Traversal Verification of the rows as a tree, in their order.
-
-    Args:
-        target, draft: [sum(n + 1), V] and [sum(n), V] probabilities, row after row.
-    """
-    parents, owner, at = [], [], [0]
-    for r, tokens in enumerate(rows):
-        first, n = len(parents), len(tokens)
-        at += range(first + r + 1, first + r + 1 + n)
-        parents += [ROOT, *range(first, first + n)][:n]
-        owner += [r] * n
-    flat = [token for tokens in rows for token in tokens]
-    emitted, path = verify_tree(
-        target[at], draft, Tree(parents, flat), method="traversal", uniforms=uniforms
+def expected(batch: dict, thresholds: torch.Tensor | None = None) -> DrawnResult:
+    """What the plain rule makes of each request's rows as a tree, in their order."""
+    (requests, rows), length = batch["held"].shape, batch["chain_logits"].shape[1]
+    target, temperature = batch["target_logits"], batch["temperature"]
+    if thresholds is not None:
+        owner = torch.arange(requests).repeat_interleave(batch["cu_num_logits"].diff())
+        target = reference.filtered(target, temperature[owner], thresholds)
+    root, node = batch["cu_num_logits"][:-1, None].long(), torch.arange(rows * length)
+    row, place = node // length, node % length
+    held = place < batch["held"][:, row]
+    inputs = torch.where(held, root + row * (length + 1) + place + 1, root)
+    drawn_from = torch.cat((batch["chain_logits"][None], batch["further_logits"]))
+    # Of the nodes' parents; from the last leaf nothing is drawn.
+    proposals = drawn_from[:, batch["draft_index"]].transpose(0, 1).flatten(1, 2)
+    found = reference.verify_tree(
+        target[torch.cat((root, inputs), 1)],
+        torch.nn.functional.pad(proposals, (0, 0, 0, 1)),
+        torch.where(held, batch["draft_sampled"][inputs], -1),
+        torch.where(place > 0, node - 1, -1).expand(requests, -1),
+        temperature,
+        batch["seeds"],
+        batch["draws"],
+        level=LEVEL,
+        draft_temperature=batch["draft_temperature"],
     )
-    token_ids, nodes = emitted.tolist(), path.tolist()
-    same = [a == b for a, b in zip(rows[0], token_ids[: len(nodes)], strict=False)]
-    winner = owner[nodes[-1]] if nodes else 0
-    return Verified(token_ids, len(nodes), [*same, False].index(False), winner)
+    winner = found.path.amax(1).clamp(min=0) // length
+    token_ids = found.token_ids[:, : length + 1]
+    return DrawnResult(token_ids, found.num_accepted, found.num_emitted, winner)
 
 
-def expected(batch: dict, thresholds: torch.Tensor | None = None) -> list:
-    """What the plain rule makes of each request."""
-    found, (requests, rows) = [], batch["held"].shape
-    length = batch["chain_logits"].shape[1]
-    for i in range(requests):
-        begin, entry = int(batch["cu_num_logits"][i]), batch["draft_index"][i]
-        tokens, target, draft, nodes = [], [], [], []
-        for r in range(rows):
-            n, first = int(batch["held"][i, r]), begin + r * (length + 1)
-            kept = batch["chain_logits"] if r == 0 else batch["further_logits"][r - 1]
-            tokens.append(batch["draft_sampled"][first + 1 : first + 1 + n].tolist())
-            own = batch["target_logits"][first : first + n + 1]
-            if thresholds is not None:
-                of_rows = thresholds[first : first + n + 1]
-                own = reference.filtered(own, batch["temperature"][i].expand(n + 1), of_rows)
-            target.append(reference.probabilities(own, batch["temperature"][i].expand(n + 1)))
-            drawn = batch["draft_temperature"][i].expand(n)
-            draft.append(reference.probabilities(kept[entry, :n], drawn))
-            nodes += range(r * length, r * length + n)
-        numbers = batch["draws"][i].numpy() + np.array([*(n + 1 for n in nodes), 0])
-        u = host_uniforms(batch["seeds"][i].numpy(), np.array(LEVEL), numbers)
-        rule = torch.cat(target), torch.cat(draft), tokens
-        found.append(verify_rows(*rule, torch.from_numpy(u)))
-    return found
-
-
-def assert_equal(found, wanted: list) -> None:
-    for i, own in enumerate(wanted):
-        count = int(found.num_emitted[i])
-        assert found.token_ids[i].tolist()[:count] == own.token_ids
-        assert set(found.token_ids[i].tolist()[count:]) <= {-1}
-        assert (int(found.num_accepted[i]), int(found.winner[i])) == (own.accepted, own.winner)
+def assert_equal(found: DrawnResult, wanted: DrawnResult) -> None:
+    for name, mine, theirs in zip(found._fields, found, wanted, strict=True):
+        assert mine.tolist() == theirs.tolist(), name
 
 
 @pytest.mark.every_kernel
@@ -145,8 +105,7 @@ def test_equals_the_plain_rule(filtered, small_blocks, monkeypatch):
             batch["target_logits"], batch["temperature"], filters, index=owner
         )
     wanted = expected(batch, thresholds)
-    assert len({own.winner for own in wanted}) == 3
-    assert sum(own.of_chain < own.accepted for own in wanted) > 2
+    assert len(wanted.winner.unique()) == 3 and (wanted.winner > 0).sum() > 2
     poison_memory(monkeypatch)
     assert_equal(verify_drawn_rows(**batch, level=LEVEL, thresholds=thresholds), wanted)
 

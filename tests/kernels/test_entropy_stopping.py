@@ -41,9 +41,8 @@ def random_thresholds(state, stopping, g) -> DeviceThresholds:
     thresholds.count.random_(0, 3, generator=g)
     # About as high as the entropies of normal logits.
     thresholds.total.copy_(thresholds.count * (3.3 + 0.1 * torch.randn(1, generator=g).double()))
-    for k, (entropy, drafter) in enumerate(
-        zip(thresholds.entropy, thresholds.drafter, strict=True)
-    ):
+    pairs = zip(thresholds.entropy, thresholds.drafter, strict=True)
+    for k, (entropy, drafter) in enumerate(pairs):
         drafter.random_(0, k + 1, generator=g)
         entropy.normal_(generator=g)
         entropy[~torch.tensor(stopping)[drafter.long()]] = float("nan")

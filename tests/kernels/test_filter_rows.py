@@ -3,19 +3,20 @@
 import pytest
 import torch
 from support import kernel_reference as reference
-from support.interpreter import count_loads
+from support.interpreter import count_bytes
 from support.kernel_batches import UNUSABLE_ROWS
 
 from vllm_hsd.kernels import blocks, filter_rows
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 
 INF = float("inf")
+CHUNK_AND_BLOCK = 128, 64
 
 
-def batch(vocab_size, dtype=torch.float32, rows=40, seed=0, spread=3.0):
+def batch(vocab_size, dtype=torch.float32, rows=40, seed=0):
     """(logits, temperature, filters) of requests with every combination of filters."""
     g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, vocab_size, generator=g) * spread
+    logits = torch.randn(rows, vocab_size, generator=g) * 3
     logits[1, vocab_size // 3 :] = -INF  # as a grammar leaves it
     logits[2] = 0.5
     number = torch.arange(rows)
@@ -35,10 +36,8 @@ def batch(vocab_size, dtype=torch.float32, rows=40, seed=0, spread=3.0):
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(1, torch.float32), (31, torch.bfloat16), (700, torch.float32)]
 )
-def test_matches_reference(vocab_size, dtype, candidates, monkeypatch):
+def test_matches_reference(vocab_size, dtype, candidates, small_blocks, monkeypatch):
     """Also with more entries above the bound than are gathered."""
-    monkeypatch.setattr(blocks, "CHUNK", 128)
-    monkeypatch.setattr(blocks, "BLOCK", 64)
     monkeypatch.setattr(filter_rows, "CANDIDATES", candidates)
     logits, temperature, filters = batch(vocab_size, dtype)
     found = row_thresholds(logits, temperature, filters)
@@ -61,10 +60,10 @@ def flat(rows: int, vocab_size: int) -> torch.Tensor:
 @pytest.mark.parametrize("sampled", [4, 1024], ids=["one in four", "one in 1024"])
 def test_flat_rows_have_the_references_threshold(sampled, monkeypatch):
     """More entries are above the bound than are gathered; three entries tell nothing of a row."""
-    for name, value in {"CHUNK": 1024, "BLOCK": 1024}.items():
-        monkeypatch.setattr(blocks, name, value)
-    for name, value in {"CANDIDATES": 256, "SAMPLED": sampled}.items():
-        monkeypatch.setattr(filter_rows, name, value)
+    monkeypatch.setattr(blocks, "CHUNK", 1024)
+    monkeypatch.setattr(blocks, "BLOCK", 1024)
+    monkeypatch.setattr(filter_rows, "CANDIDATES", 256)
+    monkeypatch.setattr(filter_rows, "SAMPLED", sampled)
     rows, one = 4, torch.ones(4)
     p = torch.tensor([0.5, 0.8, 0.95, 0.999])
     filters = Filters(torch.zeros(rows, dtype=torch.int32), p, 0 * one)
@@ -80,11 +79,11 @@ def test_few_loads_of_a_flat_row_depend_on_each_other():
     """Those of the program that ends last: the others of its row are done by then."""
     logits, one = flat(1, 151936).bfloat16(), torch.ones(1)
     filters = Filters(torch.zeros(1, dtype=torch.int32), one * 0.95, 0 * one)
-    with count_loads() as loads:
+    with count_bytes() as counts:
         threshold = row_thresholds(logits, one, filters)
     assert threshold.equal(reference.row_thresholds(logits, one, filters))
     assert int((logits[0] >= threshold[0]).sum()) > filter_rows.CANDIDATES
-    assert max(loads.values()) < 120
+    assert counts["most loads"] < 120
 
 
 def test_a_whole_vocabulary_and_rows_of_requests():
@@ -141,16 +140,12 @@ def test_the_reference_is_vllms_filter():
     ("change", "message"),
     [
         ({"logits": torch.zeros(2, 4, dtype=torch.float64)}, "logits must be bfloat16"),
-        ({"index": torch.zeros(3, dtype=torch.int64)}, r"index must have shape \[2\]"),
-        ({"logits": torch.zeros(3, 4)}, "more than 1 for each of 2 requests"),
+        ({"index": torch.zeros(2, dtype=torch.int64)}, r"index must have shape \[3\]"),
+        ({"logits": torch.zeros(4, 4)}, "more than 1 for each of 3 requests"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
-    two = torch.ones(2)
-    arguments = {
-        "logits": torch.zeros(2, 4),
-        "temperature": two,
-        "filters": Filters(two.int(), two, two),
-    }
+    names = "logits", "temperature", "filters"
+    arguments = dict(zip(names, batch(4, rows=3), strict=True))
     with pytest.raises(ValueError, match=message):
         row_thresholds(**arguments | change)

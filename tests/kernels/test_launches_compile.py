@@ -1,10 +1,10 @@
-"""Every launch of serving compiles for sm_80, sm_90 and sm_100, without a GPU."""
+"""Every launch of serving compiles for sm_80, sm_90 and sm_100, without a GPU, for any batch."""
 
 import pytest
 import triton
 import triton.language as tl
 from support import kernel_builds as builds
-from support import launch_cases
+from support import launch_cases, meta_tensors
 from triton.runtime.jit import JITFunction
 
 
@@ -62,6 +62,27 @@ def test_every_kernel_is_launched(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", lambda self, *_, **__: launched.add(self.fn.__name__))
     launch_cases.launch(launch_cases.ALL)
     assert launched == builds.kernels_of_package()
+
+
+BATCHES = (1, 2, 3, 4, 5, 8, 16)
+
+
+@pytest.mark.parametrize("number", range(len(launch_cases.SHORT)))
+def test_launches_have_the_same_keys_at_every_batch_size(number, monkeypatch):
+    """Triton compiles nothing anew for a number of requests: such a step would wait for it."""
+    by_batch = []
+    for batch in BATCHES:
+        monkeypatch.setattr(meta_tensors, "BATCH", batch)
+        with builds.launch_keys(90) as found:
+            launch_cases.launch([launch_cases.SHORT[number]])
+        by_batch.append(found)
+    differ = {
+        f"{kernel}, {batch} requests"
+        for batch, found in zip(BATCHES, by_batch, strict=True)
+        for kernel, keys in found.items()
+        if keys != by_batch[2][kernel]
+    }
+    assert by_batch[0] and not differ
 
 
 def test_a_kernel_that_does_not_compile_is_named():

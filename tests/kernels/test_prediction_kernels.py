@@ -15,11 +15,7 @@ WIDTH = 70
 
 
 class Compared:
-    """The same predictions on the device, between poisoned memory, and on the host.
-
-    Args:
-        predictions: (tokens of the prompt, predicted tokens) of each request.
-    """
+    """The same (tokens of the prompt, predicted tokens) of requests on the device and the host."""
 
     def __init__(self, predictions, width=WIDTH) -> None:
         self.lookup, self.plain = PredictionLookup(MAX_NUM_REQS, width, "cpu"), PredictionLevel()

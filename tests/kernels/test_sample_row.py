@@ -12,9 +12,9 @@ INF = float("inf")
 CHUNK_AND_BLOCK = 512, 128
 
 
-def _batch(vocab_size, dtype, seed=0):
+def _batch(vocab_size, dtype):
     """12 rows: random, half masked, invalid in every way, greedy, greedy with ties."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(12, vocab_size, generator=generator) * 3
     logits[2, 1::2] = -INF
     logits[3] = float("nan")
@@ -90,17 +90,13 @@ def test_no_rows():
     [
         ({"logits": torch.zeros(2, 4, dtype=torch.float64)}, "logits must be bfloat16"),
         ({"logits": torch.zeros(4, 2).T}, "contiguous rows"),
-        ({"temperature": torch.ones(3)}, r"temperature must have shape \[2\]"),
+        ({"temperature": torch.ones(3)}, r"temperature must have shape \[12\]"),
         ({"seeds": torch.zeros(2)}, "seeds must be int64"),
         ({"draws": torch.zeros(2, 1, dtype=torch.int64)}, "draws must have shape"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
-    arguments = {
-        "logits": torch.zeros(2, 4),
-        "temperature": torch.ones(2),
-        "seeds": torch.zeros(2, dtype=torch.int64),
-        "draws": torch.zeros(2, dtype=torch.int64),
-    }
+    names = "logits", "temperature", "seeds", "draws"
+    arguments = dict(zip(names, _batch(4, torch.float32), strict=True))
     with pytest.raises(ValueError, match=message):
         sample_row(**arguments | change)

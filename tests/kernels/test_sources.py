@@ -28,16 +28,14 @@ LENGTH, VOCABULARY = 6, 12
 
 
 class Host:
-    """`tools.planner.lookup_choice` for all requests.
-
-    Attributes:
-        wanted: drafts for which the last source, had it offered all that was requested, was best.
-    """
+    """`tools.planner.lookup_choice` for all requests."""
 
     def __init__(self, lookups) -> None:
-        self.choice, self.wanted = LookupChoice(lookups, 0.05, MAX_NUM_REQS), 0
+        self.choice = LookupChoice(lookups, 0.05, MAX_NUM_REQS)
+        # Drafts for which the last source, had it offered all that was requested, was best.
+        self.wanted = 0
 
-    def draft(self, requests: Requests) -> tuple[np.ndarray, np.ndarray]:
+    def draft(self, requests: Requests) -> list[list[int]]:
         rows = np.flatnonzero(requests.requested)
         slots, ends, most = rows, requests.ends[rows], requests.requested[rows]
         self.choice.read(Texts(requests.tokens, rows, slots, requests.committed[rows]))
@@ -45,7 +43,10 @@ class Host:
         whole = np.stack([*self.choice.counts[:-1, slots], most])
         best, _ = self.choice.best(slots, whole, most)
         self.wanted += int((best == len(self.choice.lookups) - 1).sum())
-        return found.token_ids, found.counts
+        drafts: list[list[int]] = [[] for _ in requests.requested]
+        for b, token_ids, count in zip(rows, found.token_ids, found.counts, strict=True):
+            drafts[b] = token_ids[:count].tolist()
+        return drafts
 
 
 def lookups(stored):
@@ -63,6 +64,18 @@ def lookups(stored):
 
 def sources(on_device):
     return SourcesLookup(on_device, 0.05, MAX_NUM_REQS, LENGTH, torch.device("cpu"))
+
+
+def drafts_of(state, ends) -> list[list[int]]:
+    each = enumerate(zip(ends.tolist(), state.drafted[0].tolist(), strict=True))
+    return [state.window[b, end : end + count].tolist() for b, (end, count) in each]
+
+
+def assert_learned(device: SourcesLookup, host: Host) -> None:
+    """Of four requests."""
+    learned, slots = host.choice.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
+    np.testing.assert_allclose(device.shared.numpy(), learned.shared, rtol=1e-12)
+    np.testing.assert_allclose(device.own.numpy()[..., slots], learned.own[..., :4], rtol=1e-12)
 
 
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
@@ -85,23 +98,16 @@ def test_choice_and_what_it_learns_are_the_hosts(seed):
             host.choice.forget(2)
         ends = requests.state.end.clone()
         device(requests.state, requests.text)
-        token_ids, counts = host.draft(requests)
-        rows = np.flatnonzero(requested)
-        assert requests.state.drafted[0].tolist() == np.bincount(rows, counts, 4).tolist()
+        drafts = host.draft(requests)
+        assert drafts_of(requests.state, ends) == drafts
         assert requests.state.end.sub(ends).equal(requests.state.drafted[0])
-        for b, found, count in zip(rows, token_ids, counts, strict=True):
-            drafted = requests.state.window[b, ends[b] :][:count]
-            assert drafted.tolist() == found[:count].tolist()
+        for b in np.flatnonzero(requested):
             # Mostly the text goes on as it was drafted.
-            kept = drafted[: rng.integers(0, count + 1)].numpy()
+            kept = drafts[b][: rng.integers(0, len(drafts[b]) + 1)]
             texts[b] = np.append(texts[b], [*kept, rng.integers(VOCABULARY)])
+            chosen.append(len(drafts[b]))
         requests.guarded.assert_guards()
-        learned, slots = host.choice.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
-        np.testing.assert_allclose(device.shared.numpy(), learned.shared[:, :3], rtol=1e-12)
-        np.testing.assert_allclose(
-            device.own.numpy()[..., slots], learned.own[:, :3, :4], rtol=1e-12
-        )
-        chosen += counts.tolist()
+        assert_learned(device, host)
     # Every lookup was right and wrong, and none is always the choice.
     assert (device.shared.sum((2, 3)) > 0).all() and len(set(chosen)) > 3
 
@@ -119,7 +125,7 @@ def test_another_rule_is_caught():
         device.shared.zero_()
         requests = Requests([(text, [])], [LENGTH], LENGTH)
         device(requests.state, requests.text)
-        differ += int(requests.state.drafted[0, 0]) != int(host.draft(requests)[1][0])
+        differ += int(requests.state.drafted[0, 0]) != len(host.draft(requests)[0])
         text = np.append(text, [rng.integers(VOCABULARY)])
     assert differ
 
@@ -162,27 +168,18 @@ def test_a_drafter_is_one_more_source():
             state.end[b] += most
             state.drafted[0, b] = most
         device.choose(state)
-        token_ids, counts = host.draft(requests)
-        assert state.drafted[0].tolist() == counts.tolist()
-        assert int(device.wanted) == host.wanted
-        for b, count in enumerate(counts.tolist()):
-            drafted = state.window[b, ends[b] : ends[b] + count].tolist()
-            assert drafted == token_ids[b, :count].tolist()
-            slot = MAX_NUM_REQS - 1 - b
-            is_drawn = bool(device.drawn[slot])
-            assert not is_drawn or drafted == drawn.token_ids[b, :count].tolist()
+        drafts = host.draft(requests)
+        assert drafts_of(state, ends) == drafts and int(device.wanted) == host.wanted
+        for b, draft in enumerate(drafts):
+            is_drawn = bool(device.drawn[MAX_NUM_REQS - 1 - b])
+            assert not is_drawn or draft == drawn.token_ids[b, : len(draft)].tolist()
             if temperature[b] > 0:
-                host.choice.counts[1, b] = count if is_drawn else 0
+                host.choice.counts[1, b] = len(draft) if is_drawn else 0
             chosen.add((b, is_drawn))
             # The drafter is wrong more often than it is taken for before.
-            kept = 0 if is_drawn else count
-            texts[b] = np.append(texts[b], [*drafted[:kept], rng.integers(3)])
+            texts[b] = np.append(texts[b], [*([] if is_drawn else draft), rng.integers(3)])
         requests.guarded.assert_guards()
-        learned, slots = host.choice.acceptance, MAX_NUM_REQS - 1 - np.arange(4)
-        np.testing.assert_allclose(device.shared.numpy(), learned.shared[:, :2], rtol=1e-12)
-        np.testing.assert_allclose(
-            device.own.numpy()[..., slots], learned.own[:, :2, :4], rtol=1e-12
-        )
+        assert_learned(device, host)
     assert len(chosen) > 6, chosen
     assert 0 < host.wanted < 20 * 4
 

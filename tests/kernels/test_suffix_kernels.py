@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.marks import slow
 from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov, store_of
 
@@ -12,9 +13,7 @@ from vllm_hsd.cascade.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES
 
 
 # In 38 a search ends after the last place of a store.
-@pytest.mark.parametrize(
-    "seed", [1, 2, 38, *(pytest.param(s, marks=pytest.mark.slow) for s in range(9, 40) if s != 38)]
-)
+@pytest.mark.parametrize("seed", [1, 2, 38, *slow(*range(9, 38), 39)])
 def test_random_texts_and_stores(seed, monkeypatch):
     """Texts over several chunks, unverified ends, a request that is not to draft."""
     monkeypatch.setattr(suffix_lookup, "search_chunk", lambda *_: 16)

@@ -110,14 +110,5 @@ def test_a_chain_is_a_tree():
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
-    arguments = {
-        "target_logits": torch.zeros(2, 4, 8),
-        "draft_logits": torch.zeros(2, 4, 8),
-        "tokens": torch.zeros(2, 3, dtype=torch.int64),
-        "parents": torch.zeros(2, 3, dtype=torch.int64),
-        "temperature": torch.ones(2),
-        "seeds": torch.zeros(2, dtype=torch.int64),
-        "draws": torch.zeros(2, dtype=torch.int64),
-    }
     with pytest.raises(ValueError, match=message):
-        verify_tree(**arguments | change)
+        verify_tree(**make_trees(2, 8, parents=(-1, -1, -1)) | change)

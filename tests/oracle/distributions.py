@@ -19,27 +19,10 @@ def chain_distribution(
     *,
     method: str = "block",
 ) -> torch.Tensor:
-    """Exact distribution of (accepted length, next token) for one draft of n tokens.
-
-    Args:
-        target_probs: [n + 1, V]; draft_probs: [n, V] or None; draft_token_ids: [n], as for
-            verify_chain with one request.
-        method: "block" or "standard".
-
-    Returns:
-        float64 [n + 1, V]: entry [t, v] is P(t tokens are accepted and v follows | draft).
-
-    Raises:
-        ValueError: as verify_chain.
-    """
+    """[n + 1, V], P(t tokens are accepted and v follows | draft); as verify_chain, one request."""
     n = draft_token_ids.shape[0]
-    batch = read_chain_batch(
-        target_probs.double(),
-        None if draft_probs is None else draft_probs.double(),
-        draft_token_ids,
-        [n],
-        method,
-    )
+    draft = None if draft_probs is None else draft_probs.double()
+    batch = read_chain_batch(target_probs.double(), draft, draft_token_ids, [n], method)
     assert is_normalized(target_probs).all()
     distribution = torch.zeros_like(batch.target_probs)
     if draft_probs is not None:
@@ -68,18 +51,10 @@ def tree_distribution(
     *,
     method: str = "traversal",
 ) -> torch.Tensor:
-    """Exact distribution of (end of the accepted path, next token) for one tree of N nodes.
+    """[N + 1, V], P(the accepted path ends there and v follows | tree); arguments of verify_tree.
 
-    Args:
-        target_probs: [N + 1, V]; draft_probs: [N, V] or None; tree: as for verify_tree.
-        method: "traversal" or "recursive_rejection".
-
-    Returns:
-        float64 [N + 1, V]: row 0 is the path that ends at the root, row i + 1 the one that ends at
-        node i. The row of a repeated sibling is zero: its path is that of the first one.
-
-    Raises:
-        ValueError: as verify_tree.
+    Row 0 is the path that ends at the root, row i + 1 the one that ends at node i. The row of a
+    repeated sibling is zero: its path is that of the first one.
     """
     draft = None if draft_probs is None else draft_probs.double()
     rows = TreeRows(target_probs.double(), draft, tree, method)

@@ -65,18 +65,11 @@ def distribution_of(program: Callable[[Choices], Hashable]) -> Distribution:
 class Table:
     """A model: a distribution over ``vocabulary`` tokens for every prefix, drawn once at random.
 
-    Args:
-        vocabulary: number of tokens.
-        seed: of the random entries.
-        zeros: how often an entry is zero, in tenths.
-        power: exponent of the entries before they are normalized (an inverse temperature).
+    Of ten entries ``zeros`` are zero. The others are raised to a power before they are normalized.
     """
 
     def __init__(self, vocabulary: int, seed: int, zeros: int = 1, power: int = 1):
-        self.vocabulary = vocabulary
-        self.seed = seed
-        self.zeros = zeros
-        self.power = power
+        self.vocabulary, self.seed, self.zeros, self.power = vocabulary, seed, zeros, power
         self._rows: dict[Tokens, tuple[Fraction, ...]] = {}
 
     def __call__(self, prefix: Tokens) -> tuple[Fraction, ...]:
@@ -129,21 +122,17 @@ def deviation(program: Callable[[Choices], Tokens], model: Table, length: int) -
     return distance(extended(distribution_of(program), model, length), model.joint(length))
 
 
-class TopOf:
+class TopOf(Table):
     """A model with the `count` likeliest tokens of every row alone."""
 
     def __init__(self, model: Table, count: int):
         self.model, self.count = model, count
-        self.vocabulary = model.vocabulary
 
     def __call__(self, prefix: Tokens) -> tuple[Fraction, ...]:
         row = self.model(prefix)
         kept = sorted(range(len(row)), key=lambda v: -row[v])[: self.count]
         total = sum(row[v] for v in kept)
         return tuple(w / total if v in kept else Fraction(0) for v, w in enumerate(row))
-
-    rows = Table.rows
-    joint = Table.joint
 
 
 # The greedy decoder of a model: one-hot rows.

@@ -137,17 +137,6 @@ def recursive_rejection(root: Node, bernoulli: Bernoulli, sample: Sample) -> lis
             return [*path, sample(row)]
 
 
-def greedy_tree(root: Node) -> list[int]:
-    """Follow the target's argmax down the tree."""
-    node, path = root, []
-    while True:
-        path.append(argmax(node.p))
-        below = [child for token, _, child in node.children if token == path[-1]]
-        if not below:
-            return path
-        node = below[0]
-
-
 def argmax(row: Row) -> int:
     """Index of the first maximum."""
     return max(range(len(row)), key=lambda v: (row[v], -v))

@@ -20,9 +20,9 @@ NOTHING = 1e-12
 
 
 class TableLevel:
-    """A model whose distributions are a function of the tokens after the prompt.
+    """A model by a table of what follows the prompt.
 
-    It remembers which tokens it was fed and fails if it is told that others are in its cache.
+    It fails if it is told that other tokens than it was fed are in its cache.
     """
 
     context_length = UNLIMITED

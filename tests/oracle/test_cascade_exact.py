@@ -23,24 +23,24 @@ PROMPT = [0, 1, 1]
 VERIFIERS = ["block", "standard"]
 
 
-def model(vocabulary: int, seed: int) -> TableLevel:
-    return TableLevel(Table(vocabulary, seed), len(PROMPT))
-
-
-def lookup(vocabulary: int, seed: int) -> TableLookup:
-    return TableLookup(Table(vocabulary, seed), len(PROMPT))
-
-
 def store(vocabulary: int, seed: int) -> TextStore:
     return collect_texts([np.random.default_rng(seed).integers(0, vocabulary, 12)], vocabulary)
 
 
-def bigram(vocabulary: int, seed: int) -> BigramLevel:
-    return BigramLevel(store(vocabulary, seed))
+KINDS = {
+    "model": lambda *table: TableLevel(Table(*table), len(PROMPT)),
+    "lookup": lambda *table: TableLookup(Table(*table), len(PROMPT)),
+    "bigram": lambda *text: BigramLevel(store(*text)),
+    "bigram_model": lambda *text: BigramModelLevel(store(*text)),
+}
+LEVELS = [
+    "model", "bigram", "bigram_model", "lookup", "model, model", "lookup, model", "bigram, model",
+    "bigram_model, model", "model, bigram_model", "lookup, bigram_model, model",
+]  # fmt: skip
 
 
-def bigram_model(vocabulary: int, seed: int) -> BigramModelLevel:
-    return BigramModelLevel(store(vocabulary, seed))
+def build(kinds: str, vocabulary: int = 2) -> list:
+    return [KINDS[kind](vocabulary, 100 + k) for k, kind in enumerate(kinds.split(", "))]
 
 
 def stopped(table, length: int, eos: int) -> Distribution:
@@ -66,24 +66,6 @@ def bias(levels, options, length: int, *, vocabulary=2, eos=None, power=1, **set
 
     expected = stopped(table.tempered(power), length, -1 if eos is None else eos)
     return float(distance(exact_distribution(generate), expected))
-
-
-LEVELS = {
-    "model": [model],
-    "bigram": [bigram],
-    "bigram_model": [bigram_model],
-    "lookup": [lookup],
-    "model, model": [model, model],
-    "lookup, model": [lookup, model],
-    "bigram, model": [bigram, model],
-    "bigram_model, model": [bigram_model, model],
-    "model, bigram_model": [model, bigram_model],
-    "lookup, bigram_model, model": [lookup, bigram_model, model],
-}
-
-
-def build(kinds: str, vocabulary: int = 2):
-    return [kind(vocabulary, 100 + i) for i, kind in enumerate(LEVELS[kinds])]
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -146,14 +128,14 @@ def test_interleaved_levels(kinds, lengths, verifiers, verifier, eos):
 
 @pytest.mark.parametrize("verifiers", list(product(VERIFIERS, repeat=3)))
 def test_three_models_with_a_verifier_each(verifiers):
-    levels = [model(2, 100 + i) for i in range(3)]
+    second, third, last = verifiers
     options = [
         LevelOptions(1),
-        LevelOptions(2, verifiers[0], max_rounds=1),
-        LevelOptions(3, verifiers[1], max_rounds=2),
+        LevelOptions(2, second, max_rounds=1),
+        LevelOptions(3, third, max_rounds=2),
     ]
-    settings = {"verifier": verifiers[2], "horizontal_tokens": 1}
-    assert bias(levels, options, 3, **settings) < 1e-9
+    levels = build("model, model, model")
+    assert bias(levels, options, 3, verifier=last, horizontal_tokens=1) < 1e-9
 
 
 @pytest.mark.parametrize("eos", [0, 1])

@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from oracle.test_cascade_exact import LEVELS, PROMPT, VERIFIERS, bias, build
+from oracle.test_cascade_exact import PROMPT, VERIFIERS, bias, build
 
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.tools.reference.cascade import Cascade
@@ -14,9 +14,7 @@ from vllm_hsd.tools.reference.lowest_level import LowestLevel
 
 def bias_of(mutant: type, kinds: str, options, **settings) -> float:
     """Total variation distance between generations with a mutant and the target."""
-    original = "cascade.LowestLevel"
-    if issubclass(mutant, Cascade):
-        original = "engine.Cascade"
+    original = "engine.Cascade" if issubclass(mutant, Cascade) else "cascade.LowestLevel"
     with mock.patch(f"vllm_hsd.tools.reference.{original}", mutant):
         return bias(build(kinds), options, 3, **settings)
 
@@ -102,8 +100,7 @@ class LooksAndDrops(LooksAtTokens):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kinds", ["model", "model, model"])
 def test_stopping_that_looks_at_a_removed_token_is_caught(kinds, verifier):
-    options = [LevelOptions(2, verifier) for _ in LEVELS[kinds]]
-
+    options = [LevelOptions(2, verifier) for _ in build(kinds)]
     assert bias_of(LooksAtTokens, kinds, options, verifier=verifier) < 1e-9
     assert bias_of(LooksAndDrops, kinds, options, verifier=verifier) > 1e-3
 

@@ -90,19 +90,6 @@ def test_noise_that_is_met_twice_is_caught(levels):
     assert distance(texts, TARGET[2].joint(LENGTH)) > Fraction(1, 1000)
 
 
-def test_a_point_mass_is_accepted_with_its_probability():
-    """No rule accepts more."""
-    for token, p in enumerate(TARGET[3](())):
-
-        def accepted(choices: Choices, token: int = token) -> int:
-            def choose(requests: np.ndarray, t: int) -> np.ndarray:
-                return np.array([choices.sample(TARGET[3]((token,) * t))])
-
-            return int(verify_coupled(np.array([[token]]), np.array([1]), choose)[1][0])
-
-        assert distribution_of(accepted).get(1, 0) == p
-
-
 def test_every_draw_is_of_a_token_that_is_emitted():
     """Requests that go on are drawn for together, and -1 ends a draft."""
     drafts = np.array([[1, 2, 3], [1, 9, 3], [1, 2, -1], [5, 2, 3]])

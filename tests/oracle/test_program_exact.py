@@ -93,21 +93,19 @@ class Chosen:
         width = given["max_draft_tokens"] + 1
         accepted, token = 0, 0
         if state.origin[0] >= 0:
-            first = int(state.base[0] + state.start[level - 1, 0])
             draft = sampled[1 : n + 1].tolist()
-            drawn = float(given["draft_temperature"][0]) > 0
             accepted, token = self.verify(
                 [exact_row(row) for row in target_logits[: n + 1]],
                 proposed(
                     None if draft_logits is None else draft_logits[0],
                     draft,
                     target_logits.shape[1],
-                    drawn,
+                    float(given["draft_temperature"][0]) > 0,
                 ),
                 draft,
                 VERIFIERS[method],
                 level,
-                first,
+                int(state.base[0] + state.start[level - 1, 0]),
             )
         tokens = torch.full((1, width), -1)
         tokens[0, :accepted] = sampled[1 : accepted + 1]
@@ -149,22 +147,21 @@ def bias(
     rounds=(),
     verifier="block",
     *,
-    tokens=3,
-    stopping=("fixed",) * 3,
-    horizontal_tokens=0,
+    by_position=False,
     mutate=None,
     functions=(),
-    **faults,
+    **settings,
 ) -> Fraction:
-    """Total variation distance of the next tokens to the target's joint distribution.
+    """Total variation distance of the next three tokens to the target's joint distribution.
 
     Args:
-        stopping: of the levels; drafts end as if a token had been rejected at 0.8 nats.
+        mutate: changes a proposal's state before it is verified.
         functions: steps to replace by name, each called with the one that it replaces.
+        settings: of the engine; drafts that end by entropy do as if a token had been rejected at
+            0.8 nats.
     """
-    keys = {"stopping": stopping, "horizontal_tokens": horizontal_tokens}
-    engine = exact_engine(lengths, rounds, verifier, **keys)
-    chosen = Chosen(engine, **faults)
+    engine = exact_engine(lengths, rounds, verifier, **settings)
+    chosen = Chosen(engine, by_position)
 
     def one_step(choices: Choices) -> Tokens:
         chosen.begin(choices)
@@ -180,23 +177,34 @@ def bias(
     replaced = chosen.functions | {"end_unsure_drafts": step_reference.end_unsure_drafts}
     replaced |= {name: partial(wrap, replaced[name]) for name, wrap in dict(functions).items()}
     with reference_steps(engine, **replaced) as steps:
-        return deviation(one_step, TARGET, tokens)
+        return deviation(one_step, TARGET, 3)
+
+
+ENTROPY = {"stopping": ("entropy",) * 3}
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rounds", "verifier"),
+    ("lengths", "rounds", "verifier", "settings"),
     [
-        ((2,), (), "block"),
-        ((1, 3), (), "block"),
-        ((2, 3), (2,), "standard"),
-        ((1, 2, 3), (1, 1), "block"),
-        pytest.param((2, 3), (2,), "block", marks=pytest.mark.slow),
-        pytest.param((1, 2, 3), (1, 2), "block", marks=pytest.mark.slow),
-        pytest.param((1, 2, 3), (2, 1), "standard", marks=pytest.mark.slow),
+        ((2,), (), "block", {}),
+        ((1, 3), (), "block", {}),
+        ((2, 3), (2,), "standard", {}),
+        ((1, 2, 3), (1, 1), "block", {}),
+        ((3,), (), "block", ENTROPY),
+        ((2, 3), (2,), "block", ENTROPY),
+        ((2, 3), (2,), "standard", {"stopping": ("fixed", "entropy")}),
+        ((1, 3), (), "block", {"horizontal_tokens": 1}),
+        ((1, 3), (), "block", ENTROPY | {"horizontal_tokens": 1}),
+        *(
+            pytest.param(*case, settings, marks=pytest.mark.slow)
+            for case in (((1, 2, 3), (1, 2), "block"), ((1, 2, 3), (2, 1), "standard"))
+            for settings in ({}, ENTROPY)
+        ),
+        pytest.param((2, 3), (2,), "block", {}, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_has_the_distribution_of_the_target(lengths, rounds, verifier):
-    assert bias(lengths, rounds, verifier) == 0
+def test_a_step_has_the_distribution_of_the_target(lengths, rounds, verifier, settings):
+    assert bias(lengths, rounds, verifier, **settings) == 0
 
 
 def test_uniforms_keyed_by_position_are_caught():
@@ -211,33 +219,11 @@ def test_rows_that_the_tokens_were_not_drawn_from_are_caught():
     assert bias((1, 3), mutate=rows_of_level_zero) > Fraction(1, 1000)
 
 
-@pytest.mark.parametrize("stopping", [("fixed",) * 2, ("entropy",) * 2])
-def test_horizontal_tokens_have_it_too(stopping):
-    assert bias((1, 3), horizontal_tokens=1, stopping=stopping) == 0
-
-
 def test_horizontal_tokens_with_rows_of_the_top_level_are_caught():
     def repeat(state, count):
         state.rows[1][0, count - 1] = state.rows[1][0, count - 2]
 
     assert bias((1, 3), horizontal_tokens=1, mutate=repeat) > Fraction(1, 1000)
-
-
-ENTROPY = ("entropy",) * 3
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rounds", "verifier", "stopping"),
-    [
-        ((3,), (), "block", ENTROPY),
-        ((2, 3), (2,), "block", ENTROPY),
-        ((2, 3), (2,), "standard", ("fixed", "entropy")),
-        pytest.param((1, 2, 3), (1, 2), "block", ENTROPY, marks=pytest.mark.slow),
-        pytest.param((1, 2, 3), (2, 1), "standard", ENTROPY, marks=pytest.mark.slow),
-    ],
-)
-def test_drafts_that_end_by_entropy_have_it_too(lengths, rounds, verifier, stopping):
-    assert bias(lengths, rounds, verifier, stopping=stopping) == 0
 
 
 def test_dropping_a_token_that_was_looked_at_is_caught():
@@ -254,7 +240,7 @@ def test_dropping_a_token_that_was_looked_at_is_caught():
             state.requested[0, 0] = op.step
 
     functions = {"sample_row": sample_row, "end_unsure_drafts": drop}
-    assert bias((2,), stopping=ENTROPY, functions=functions) > Fraction(1, 1000)
+    assert bias((2,), **ENTROPY, functions=functions) > Fraction(1, 1000)
 
 
 def test_dropping_the_token_of_an_unsure_verification_is_caught():
@@ -265,4 +251,4 @@ def test_dropping_the_token_of_an_unsure_verification_is_caught():
             result.num_emitted.copy_(result.num_accepted)
 
     functions = {"end_unsure_drafts": drop}
-    assert bias((2, 3), (2,), stopping=ENTROPY, functions=functions) > Fraction(1, 1000)
+    assert bias((2, 3), (2,), **ENTROPY, functions=functions) > Fraction(1, 1000)

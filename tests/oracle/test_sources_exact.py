@@ -36,12 +36,7 @@ def other_token(state, text):
 
 
 class BranchedStep(EnumeratedStep):
-    """One request at temperature 1 with the branches of two lookups.
-
-    Args:
-        vocabulary: of the target.
-        has_model: a model is the last source; else the chain is a lookup's.
-    """
+    """One request at temperature 1 with the branches of two lookups, maybe next to a model."""
 
     def __init__(self, vocabulary: int, has_model: bool) -> None:
         self.drafts, self.length, self.target = BRANCHES + 1, LENGTH, Table(vocabulary, 1)

@@ -11,16 +11,16 @@ from oracle.trees import DRAWS, grow, iid, without_replacement
 VERIFIERS = [sequential.traversal, sequential.recursive_rejection]
 
 
-def bias(p, depth: int, program) -> Fraction:
-    return deviation(program, p, depth + 1)
-
-
 def call(p, q, draw, widths, verify):
     def program(choices: Choices) -> Tokens:
         root = grow(p, q, draw, widths, choices)
         return tuple(verify(root, choices.bernoulli, choices.sample))
 
     return program
+
+
+def bias(p, q, draw, widths, verify) -> Fraction:
+    return deviation(call(p, q, draw, widths, verify), p, len(widths) + 1)
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
@@ -32,7 +32,7 @@ def call(p, q, draw, widths, verify):
 def test_next_tokens_follow_the_target(verify, draw, vocabulary, widths):
     for seed in range(2):
         p, q = Table(vocabulary, seed), Table(vocabulary, seed + 100)
-        assert bias(p, len(widths), call(p, q, draw, widths, verify)) == 0
+        assert bias(p, q, draw, widths, verify) == 0
 
 
 def chains(p, q, count: int, length: int, choices: Choices) -> sequential.Node:
@@ -56,7 +56,7 @@ def test_independent_chains(verify, vocabulary, count, length):
         root = chains(p, q, count, length, choices)
         return tuple(verify(root, choices.bernoulli, choices.sample))
 
-    assert bias(p, length, program) == 0
+    assert deviation(program, p, length + 1) == 0
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
@@ -64,7 +64,7 @@ def test_independent_chains(verify, vocabulary, count, length):
 def test_greedy_target_and_equal_models(verify, draw):
     model = Table(3, 7, zeros=3)
     for p, q in [(ArgmaxOf(model), Table(3, 8)), (model, model)]:
-        assert bias(p, 2, call(p, q, draw, (2, 2), verify)) == 0
+        assert bias(p, q, draw, (2, 2), verify) == 0
 
 
 def test_a_chain_is_the_tree_with_one_child_everywhere():
@@ -76,8 +76,7 @@ def test_a_chain_is_the_tree_with_one_child_everywhere():
 
 def drawn_twice_but_offered_once(row, k: int, choices: Choices):
     """Drops a duplicate draw together with its residual."""
-    draws = dict(iid(row, k, choices))
-    return list(draws.items())
+    return list(dict(iid(row, k, choices)).items())
 
 
 def likeliest_first(row, k: int, choices: Choices):
@@ -96,7 +95,7 @@ def rows_of_first_draw(row, k: int, choices: Choices):
 )
 def test_faulty_siblings_are_caught(verify, draw):
     p, q = Table(4, 1, zeros=0), Table(4, 101, zeros=0)
-    assert bias(p, 1, call(p, q, draw, (2,), verify)) > Fraction(1, 1000)
+    assert bias(p, q, draw, (2,), verify) > Fraction(1, 1000)
 
 
 def test_traversal_emits_more_than_recursive_rejection():

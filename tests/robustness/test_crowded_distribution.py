@@ -1,7 +1,6 @@
 """Sampled tokens keep the target's distribution where a grammar or the scheduler cuts drafts.
 
-Drafters know neither the allowed letters nor the grammar, which cuts their drafts anywhere. Models
-have few other letters, so that many draft tokens get through.
+Drafters do not know the allowed letters; there are few others, so that many drafts get through.
 """
 
 import itertools
@@ -11,7 +10,8 @@ from support.engines import run_engine
 from support.exact_joint_distribution import chi_square_p_value, distribution_among
 from support.level_files import cascade
 from support.sampling_cases import SIGNIFICANCE
-from support.tiny_models import EOS, Family, build_family, byte_tokenizer
+
+from vllm_hsd.tools.audit.tiny_models import EOS, Family, build_family, byte_tokenizer
 
 TOKENIZER = byte_tokenizer("abcdef")
 LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdef"))
@@ -31,13 +31,8 @@ PARAMS = {
 
 
 # Two tokens for most requests of a step, and blocks for half of them.
-CROWDED = {
-    "max_model_len": 96,
-    "max_num_seqs": 24,
-    "max_num_batched_tokens": 48,
-    "block_size": 32,
-    "num_gpu_blocks_override": 8,
-}
+CROWDED = {"max_model_len": 96, "max_num_seqs": 24, "max_num_batched_tokens": 48}
+CROWDED |= {"block_size": 32, "num_gpu_blocks_override": 8}
 
 
 def sample(
@@ -46,13 +41,9 @@ def sample(
     """Kind of request -> token ids of its outputs, and the result of the job."""
     # Far from the target: otherwise a plain bonus token after a cut is hardly an error.
     top = {"model": family.mid, "temperature_scale": 0.4}
-    engine = {
-        "model": family.target,
-        "skip_tokenizer_init": False,
-        "structured_outputs_config": {"backend": "xgrammar"},
-        **cascade({"model": family.small, "num_tokens": 3}, top, num_speculative_tokens=6),
-        **room,
-    }
+    levels = cascade({"model": family.small, "num_tokens": 3}, top, num_speculative_tokens=6)
+    engine = {"model": family.target, "skip_tokenizer_init": False, **levels, **room}
+    engine["structured_outputs_config"] = {"backend": "xgrammar"}
     params = [PARAMS[kind] for _ in range(count) for kind in kinds]
     job = {"prompts": [PROMPT] * len(params), "params": params}
     result = run_engine(engine, {"job": job}, patch=patch)["job"]
@@ -73,10 +64,8 @@ def letters(tmp_path_factory) -> Family:
 def exact(letters) -> dict[str, dict[tuple[int, ...], float]]:
     """Kind of request -> outcome -> probability, in float64."""
     return {
-        kind: distribution_among(
-            letters.target, PROMPT, OUTCOMES[kind], PARAMS[kind]["temperature"]
-        )
-        for kind in PARAMS
+        kind: distribution_among(letters.target, PROMPT, OUTCOMES[kind], params["temperature"])
+        for kind, params in PARAMS.items()
     }
 
 
@@ -98,12 +87,13 @@ def test_samples_follow_the_target(letters, exact, room, count):
 @pytest.mark.parametrize(
     ("room", "fault", "kind", "count"),
     [
-        ({}, "install_plain_bonus", "grammar", 2000),
-        pytest.param(CROWDED, "install_plain_bonus", "grammar", 2500, marks=SLOW),
-        pytest.param(CROWDED, "install_plain_recovery", "free", 2500, marks=SLOW),
+        ({}, "unscored_grammar_cut", "grammar", 2000),
+        pytest.param(CROWDED, "unscored_grammar_cut", "grammar", 2500, marks=SLOW),
+        pytest.param(CROWDED, "unsubtracted", "free", 2500, marks=SLOW),
     ],
 )
 def test_a_biased_sampler_is_caught(letters, exact, room, fault, kind, count):
-    patch = f"support.biased_sampler:{fault}"
+    # A mutant of what is installed later would be mended.
+    patch = f"vllm_hsd.host.hooks:install support.biased_sampler:{fault}"
     outputs, _ = sample(letters, room, count, [kind], patch)
     assert chi_square_p_value(outputs[kind], exact[kind]) < SIGNIFICANCE

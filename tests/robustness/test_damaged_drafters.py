@@ -3,12 +3,10 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from support import level_files
 from support.damage import (
     RECORD,
     WEIGHTS,
@@ -23,64 +21,52 @@ from support.damaged_bytes import damaged
 from support.eagle3_head import write_eagle3_head
 from support.engines import ids, run_engine
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
+from support.level_files import cascade
 from support.sampling_cases import SIGNIFICANCE
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(6)]
 GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
+SAMPLED = {**GREEDY, "temperature": 1}
 SAMPLED_PROMPT, SAMPLES = [2, 4, 4, 0, 3], 300
 MIXED = [{**GREEDY, "temperature": i % 2, "seed": i} for i in range(len(PROMPTS))]
 JOBS = {
     "greedy": {"prompts": PROMPTS, "params": GREEDY},
     "prefix hits": {"prompts": PROMPTS, "params": GREEDY},
     "mixed": {"prompts": PROMPTS, "params": MIXED},
-    "sampled": {
-        "prompts": [SAMPLED_PROMPT] * SAMPLES,
-        "params": {"max_tokens": 4, "ignore_eos": True},
-    },
+    "sampled": {"prompts": [SAMPLED_PROMPT] * SAMPLES, "params": {**SAMPLED, "max_tokens": 4}},
 }
 MODEL, HEAD = "model", "eagle3"
-# Where the broken level stands -> (its index, the cascade around it). All but the last level
-# propose three tokens.
-PLACES: dict[str, tuple[int, Callable]] = {
-    "alone": (0, lambda family, broken: cascade(broken)),
-    "several drafts": (0, lambda family, broken: cascade({**broken, "branches": 2})),
-    "lowest": (0, lambda family, broken: cascade(broken, {"model": family.mid})),
-    "lowest and horizontal": (
-        0,
-        lambda family, broken: cascade(broken, {"model": family.mid}, horizontal_tokens=2),
-    ),
-    "middle": (
-        1,
-        lambda family, broken: cascade(
-            {"model": family.small, "num_tokens": 2}, broken, {"model": family.mid}
-        ),
-    ),
-    "top": (1, lambda family, broken: cascade({"model": family.small}, broken)),
-    "top above n-grams": (1, lambda family, broken: cascade({"ngram": {"max": 3}}, broken)),
-    "among sources": (
-        0,
-        lambda family, broken: cascade({"sources": [{"ngram": {"min": 3, "max": 5}}, broken]}),
-    ),
-}
 
 
-def cascade(*levels: dict, **keys) -> dict:
-    *below, top = levels
-    return level_files.cascade(*({"num_tokens": 3, **level} for level in below), top, **keys)
+def placed(place: str, family, broken: dict) -> tuple[int, dict]:
+    """Index of a broken level, and an engine with it; all but the last propose three tokens."""
+    small, mid, ngram = {"model": family.small}, {"model": family.mid}, {"ngram": {"max": 3}}
+    *below, top = {
+        "alone": [broken],
+        "several drafts": [{**broken, "branches": 2}],
+        "lowest": [broken, mid],
+        "lowest and horizontal": [broken, mid],
+        "middle": [{**small, "num_tokens": 2}, broken, mid],
+        "top": [small, broken],
+        "top above n-grams": [ngram, broken],
+        "among sources": [{"sources": [{"ngram": {"min": 3, "max": 5}}, broken]}],
+    }[place]
+    keys = {"horizontal_tokens": 2} if place.endswith("horizontal") else {}
+    config = cascade(*({"num_tokens": 3, **level} for level in below), top, **keys)
+    return int(place.startswith(("middle", "top"))), {"model": family.target, **config}
 
 
 @pytest.fixture(scope="module")
 def drafters(small_vocabulary, tmp_path_factory) -> dict[str, str]:
     """Kind of level -> directory of a sound one."""
     directory = tmp_path_factory.mktemp("head")
-    target = small_vocabulary.target
-    head = write_eagle3_head(target, directory, draft_vocabulary=4, trained=True)
+    head = write_eagle3_head(small_vocabulary.target, directory, draft_vocabulary=4, trained=True)
     return {MODEL: small_vocabulary.mid, HEAD: head}
 
 
 @pytest.fixture(scope="module")
 def plain(small_vocabulary):
-    return run_engine({"model": small_vocabulary.target}, JOBS)
+    return run_engine({"model": small_vocabulary.target}, JOBS | LONG_JOBS)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +75,10 @@ def expected(small_vocabulary):
 
 
 def fast_and_slow(fast: tuple, cases: list[tuple]) -> list:
-    """The cases, slow but for those whose first values are in `fast`."""
+    """The cases, slow but for those in `fast`."""
+    marks = [pytest.mark.slow]
     return [
-        pytest.param(*case, id=", ".join(map(str, case)), marks=[] if case in fast else SLOW)
+        pytest.param(*case, id=", ".join(case), marks=[] if case in fast else marks)
         for case in cases
     ]
 
@@ -101,7 +88,6 @@ def is_stock(kind: str, place: str) -> bool:
     return kind == HEAD and place in ("alone", "among sources")
 
 
-SLOW = [pytest.mark.slow]
 nan = float("nan")
 # Kind of level -> name -> damage. A missing tensor is not noticed by vLLM's loader of heads (0.32):
 # what is in memory drafts.
@@ -145,14 +131,9 @@ def test_a_broken_drafter_changes_no_text(
     small_vocabulary, drafters, plain, expected, tmp_path, kind, damage, place
 ):
     broken = damaged_copy(drafters[kind], tmp_path / "broken", BROKEN[kind][damage])
-    index, around = PLACES[place]
-    record = tmp_path / "warnings"
-    result = run_engine(
-        {"model": small_vocabulary.target, **around(small_vocabulary, {kind: broken})},
-        JOBS,
-        patch="support.damage:record_warnings",
-        env={RECORD: str(record)},
-    )
+    index, engine = placed(place, small_vocabulary, {kind: broken})
+    record, patch = tmp_path / "warnings", "support.damage:record_warnings"
+    result = run_engine(engine, JOBS, patch=patch, env={RECORD: str(record)})
     for job in ("greedy", "prefix hits"):
         assert result[job]["outputs"] == plain[job]["outputs"]
     assert result["mixed"]["outputs"][::2] == plain["mixed"]["outputs"][::2]
@@ -168,19 +149,10 @@ LONG_PROMPTS = [[(3 * n + j * j) % 5 for j in range(n)] for n in (8, 40, 58, 61,
 # Sampled where the drafter's context ends between the first and the last of four tokens.
 EDGE_PROMPT = [(j * j) % 5 for j in range(LIMIT - 3)]
 LONG_JOBS = {
-    "greedy": {"prompts": LONG_PROMPTS, "params": {**GREEDY, "max_tokens": 40}},
+    "long": {"prompts": LONG_PROMPTS, "params": {**GREEDY, "max_tokens": 40}},
     "one by one": {"prompts": LONG_PROMPTS[3:4], "params": {**GREEDY, "max_tokens": 40}},
-    "sampled": {
-        "prompts": [EDGE_PROMPT] * SAMPLES,
-        "params": {"max_tokens": 6, "ignore_eos": True},
-    },
+    "edge": {"prompts": [EDGE_PROMPT] * SAMPLES, "params": {**SAMPLED, "max_tokens": 6}},
 }
-
-
-@pytest.fixture(scope="module")
-def plain_long(small_vocabulary):
-    greedy = {name: job for name, job in LONG_JOBS.items() if name != "sampled"}
-    return run_engine({"model": small_vocabulary.target}, greedy)
 
 
 @pytest.fixture(scope="module")
@@ -206,32 +178,29 @@ SHORT = [
 
 @pytest.mark.parametrize(("kind", "place", "by"), fast_and_slow(tuple(SHORT[:2]), SHORT))
 def test_drafter_with_a_shorter_context(
-    small_vocabulary, drafters, plain_long, expected_at_the_edge, tmp_path, kind, place, by
+    small_vocabulary, drafters, plain, expected_at_the_edge, tmp_path, kind, place, by
 ):
     short = {kind: drafters[kind], "max_model_len": LIMIT}
     if by == BY_CONFIG:
         change = change_config(max_position_embeddings=LIMIT)
         short = {kind: damaged_copy(drafters[kind], tmp_path / "short", change)}
-    index, around = PLACES[place]
+    index, engine = placed(place, small_vocabulary, short)
     record = tmp_path / "positions"
-    result = run_engine(
-        {"model": small_vocabulary.target, **around(small_vocabulary, short)},
-        LONG_JOBS,
-        patch="support.damage:record_positions" if kind == MODEL else None,
-        env={RECORD: str(record)},
-    )
-    for job in ("greedy", "one by one"):
-        assert result[job]["outputs"] == plain_long[job]["outputs"]
-    sampled = [tuple(text[2:]) for text in ids(result["sampled"])]
+    patch = "support.damage:record_positions" if kind == MODEL else None
+    result = run_engine(engine, LONG_JOBS, patch=patch, env={RECORD: str(record)})
+    for job in ("long", "one by one"):
+        assert result[job]["outputs"] == plain[job]["outputs"]
+    sampled = [tuple(text[2:]) for text in ids(result["edge"])]
     assert chi_square_p_value(sampled, expected_at_the_edge) > SIGNIFICANCE
     if not is_stock(kind, place):
-        assert result["greedy"]["levels"][index]["drafted"] > 0
+        assert result["long"]["levels"][index]["drafted"] > 0
     if kind == MODEL:
         highest = json.loads(record.read_text())
         assert LIMIT - 4 <= highest[f"hsd_level{index}.model"] < LIMIT
         assert highest["model"] > LIMIT
 
 
+STATES = "eagle_aux_hidden_state_layer_ids"
 BOTH = {
     "half of the file": change_file(lambda content: content[: len(content) // 2]),
     "a part of its header": change_file(lambda content: content[:20]),
@@ -246,9 +215,7 @@ BOTH = {
 UNLOADABLE = {
     MODEL: {
         **BOTH,
-        "a layer of fewer columns": cut(
-            "model.layers.0.mlp.down_proj.weight", slice(None), slice(-8)
-        ),
+        "a layer of fewer columns": cut("model.layers.0.mlp.down_proj.weight", ..., slice(-8)),
         "layers of another type": change_config(num_hidden_layers="many"),
         "unknown architecture": change_config(architectures=["Nonsense"]),
         "no vocabulary": change_config(vocab_size=-1),
@@ -257,21 +224,17 @@ UNLOADABLE = {
         **BOTH,
         "fewer tokens in config.json": change_config(draft_vocab_size=3),
         "tokens that are no number": change_config(draft_vocab_size="x"),
-        "states of a layer that is not there": change_config(
-            eagle_aux_hidden_state_layer_ids=[0, 1, 9]
-        ),
-        "states of two layers": change_config(eagle_aux_hidden_state_layer_ids=[0, 1]),
-        "states of text": change_config(eagle_aux_hidden_state_layer_ids="x"),
+        "states of a layer that is not there": change_config(**{STATES: [0, 1, 9]}),
+        "states of two layers": change_config(**{STATES: [0, 1]}),
+        "states of text": change_config(**{STATES: "x"}),
         "a token below 0": fill("d2t", 0, -1),
         "a token beyond the vocabulary": fill("d2t", 0, 5),
         "a token twice": fill("d2t", ..., torch.tensor([0, -1, 0, 0])),
     },
 }
-LOADING_IN_THE_FAST_SUITE = (
-    (MODEL, "half of the file"),
-    (MODEL, "a layer of fewer columns"),
-    (HEAD, "a token beyond the vocabulary"),
-)
+UNLOADABLE_CASES = [(kind, damage) for kind, damages in UNLOADABLE.items() for damage in damages]
+FAST = (MODEL, "half of the file"), (MODEL, "a layer of fewer columns")
+FAST += ((HEAD, "a token beyond the vocabulary"),)
 
 
 def assert_named(error: RuntimeError, level: str, path: str) -> None:
@@ -281,21 +244,15 @@ def assert_named(error: RuntimeError, level: str, path: str) -> None:
     assert path in lines[-1] and len(lines[-1]) < 600, lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "damage"),
-    fast_and_slow(
-        LOADING_IN_THE_FAST_SUITE,
-        [(kind, damage) for kind, damages in UNLOADABLE.items() for damage in damages],
-    ),
-)
+@pytest.mark.parametrize(("kind", "damage"), fast_and_slow(FAST, UNLOADABLE_CASES))
 def test_a_drafter_that_cannot_be_loaded_is_named(
     small_vocabulary, drafters, tmp_path, kind, damage
 ):
     broken = damaged_copy(drafters[kind], tmp_path / "broken", UNLOADABLE[kind][damage])
-    index, around = PLACES["top" if kind == MODEL else "lowest"]
+    place = "top" if kind == MODEL else "lowest"
+    index, engine = placed(place, small_vocabulary, {kind: broken})
     with pytest.raises(RuntimeError) as raised:
-        arguments = around(small_vocabulary, {kind: broken})
-        run_engine({"model": small_vocabulary.target, **arguments}, {})
+        run_engine(engine, {})
     assert_named(raised.value, f"levels[{index}]", broken)
 
 
@@ -309,11 +266,9 @@ def test_heads_with_random_damage_draft_or_are_named(small_vocabulary, drafters,
         shutil.copytree(drafters[HEAD], broken)
         path = Path(broken, "config.json" if i % 2 else WEIGHTS)
         path.write_bytes(damaged(rng, path.read_bytes()))
-        arguments = cascade({HEAD: str(broken)})
+        engine = {"model": small_vocabulary.target, **cascade({HEAD: str(broken)})}
         try:
-            result = run_engine(
-                {"model": small_vocabulary.target, **arguments}, {"greedy": JOBS["greedy"]}
-            )
+            result = run_engine(engine, {"greedy": JOBS["greedy"]})
         except RuntimeError as error:
             assert_named(error, "levels[0].eagle3", str(broken))
         else:

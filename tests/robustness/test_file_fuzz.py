@@ -15,42 +15,34 @@ import torch
 from robustness.test_full_disk import write_tables_of_a_profile
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
-from support.damaged_bytes import (
-    COUNT,
-    damaged,
-    objection,
-    objections,
-    sentence_objection,
-)
+from support.damaged_bytes import COUNT, damaged, objection, objections, sentence_objection
 from support.plain_profile import plain_profile
 
+from vllm_hsd.cascade import text_store
 from vllm_hsd.cascade.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
-from vllm_hsd.cascade.text_store import (
-    MAX_STORE_TOKENS,
-    TextStore,
-    collect_texts,
-    read_store,
-    write_store,
-)
+from vllm_hsd.cascade.text_store import TextStore, read_store
 from vllm_hsd.checked_files import check_safetensors, read_json
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner.profile import Profile, load_profile, tables_file
 
 VOCABULARY = 40
-MOST_MEMORY = 8 << 20
 
 
-def assert_refused_in_little_memory(read: Callable, path: Path | str, said: str) -> None:
+def assert_refused(read: Callable, path: Path, said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        read(str(path))
+    assert sentence_objection(str(error.value), path.name) is None
+
+
+def assert_refused_in_little_memory(read: Callable, path: Path, said: str) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match=said) as error:
-            read(path)
+        assert_refused(read, path, said)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < MOST_MEMORY
-    assert sentence_objection(str(error.value), Path(path).name) is None
+    assert peak < 8 << 20
 
 
 def is_store(store: TextStore) -> bool:
@@ -58,15 +50,10 @@ def is_store(store: TextStore) -> bool:
     return sum(map(len, texts)) == len(store.tokens) and store.tokens.max() < store.vocab_size
 
 
-def write_whole_store(path: Path) -> bytes:
-    texts = np.random.default_rng(0).integers(0, VOCABULARY, (6, 20))
-    write_store(collect_texts(texts, VOCABULARY), str(path))
-    return path.read_bytes()
-
-
 def test_damaged_suffix_stores(tmp_path):
-    content = write_whole_store(tmp_path / "whole")
-    assert objections(read_store, is_store, content, tmp_path) == []
+    texts, path = np.random.default_rng(0).integers(0, VOCABULARY, (6, 20)), tmp_path / "whole"
+    text_store.write_store(text_store.collect_texts(texts, VOCABULARY), str(path))
+    assert objections(read_store, is_store, path.read_bytes(), tmp_path) == []
 
 
 STORE_FAULTS: dict[str, tuple[dict[str, np.ndarray], dict[str, str] | None, str]] = {
@@ -94,30 +81,22 @@ def test_faults_in_a_suffix_store(tmp_path, fault):
     tensors = {"tokens": np.arange(9, dtype=np.int32), "starts": np.array([0, 4, 9]), **changes}
     metadata = None if facts is None else {"vocab_size": str(VOCABULARY), **facts}
     save_numpy(tensors, path, metadata)
-    with pytest.raises(UserError, match=said) as error:
-        read_store(str(path))
-    assert sentence_objection(str(error.value), path.name) is None
+    assert_refused(read_store, path, said)
 
 
 def test_a_store_that_declares_too_many_tokens_takes_no_memory(tmp_path):
-    path = tmp_path / "store"
-    size = 4 * (MAX_STORE_TOKENS + 1)
+    path, count = tmp_path / "store", text_store.MAX_STORE_TOKENS + 1
+    ends = 16 + 4 * count
     header = {
         "__metadata__": {"vocab_size": "40"},
         "starts": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]},
-        "tokens": {
-            "dtype": "I32",
-            "shape": [MAX_STORE_TOKENS + 1],
-            "data_offsets": [16, 16 + size],
-        },
+        "tokens": {"dtype": "I32", "shape": [count], "data_offsets": [16, ends]},
     }
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + 16 + size)  # a hole: it takes no space on the disk
-    assert_refused_in_little_memory(
-        lambda where: read_store(str(where)), path, "declares 16777217 tokens"
-    )
+        file.truncate(8 + len(text) + ends)  # a hole: it takes no space on the disk
+    assert_refused_in_little_memory(read_store, path, "declares 16777217 tokens")
 
 
 class Trap:
@@ -185,9 +164,7 @@ TEXTS = {
 def test_texts_that_are_not_cascades(tmp_path, text):
     path = tmp_path / "cascade.json"
     path.write_bytes(TEXTS[text])
-    with pytest.raises(UserError, match=r"^cascade") as error:
-        read_cascade(str(path))
-    assert sentence_objection(str(error.value), path.name) is None
+    assert_refused(read_cascade, path, "^cascade")
 
 
 def is_head(head: ExitHead) -> bool:
@@ -234,9 +211,7 @@ def test_faults_in_an_exit_head(tmp_path, fault):
     path.mkdir()
     facts = {"layer": "2", "eps": "1e-6", **metadata}
     save_file({**GOOD_HEAD, **tensors}, path / FILE_NAME, metadata=facts)
-    with pytest.raises(UserError, match=said) as error:
-        read_exit_head(str(path))
-    assert sentence_objection(str(error.value), path.name) is None
+    assert_refused(read_exit_head, path, said)
 
 
 def test_a_safetensors_header_that_declares_much_takes_no_memory(tmp_path):

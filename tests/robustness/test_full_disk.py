@@ -1,9 +1,8 @@
 """A disk that fills up while a file is written: one sentence, and the old file is still whole."""
 
-import contextlib
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +18,6 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner.profile import Profile
 
 ROOM = 512
-
-
-@contextlib.contextmanager
-def disk_with(room: int) -> Iterator[None]:
-    """No file can grow beyond so many bytes: writes fail as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def write_table(path: Path) -> None:
@@ -62,15 +50,19 @@ def objection(write: Callable[[Path], None], path: Path) -> str | None:
     write(path)
     whole, files = path.read_bytes(), sorted(path.parent.iterdir())
     assert len(whole) > ROOM
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with disk_with(ROOM):
-            write(path)
+        # No file can grow beyond so many bytes: writes fail as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, hard))
+        write(path)
     except UserError as error:
         said = sentence_objection(str(error), path.name)
     except Exception as error:
         said = f"raises {type(error).__name__}: {error}"
     else:
         said = "says nothing"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     if path.read_bytes() != whole:
         return f"damages the file and {said}"
     return said if sorted(path.parent.iterdir()) == files else "leaves a part"

@@ -1,7 +1,6 @@
 """A KV connector carries the levels' caches from engine to engine, with the target's.
 
-On vLLM's own `ExampleConnector`, which keeps the cache of prompts in files: of those that vLLM 0.32
-brings along, it is the one that needs neither a GPU nor a service.
+On vLLM's `ExampleConnector`: the only one in 0.32 that needs neither a GPU nor a service.
 """
 
 from pathlib import Path
@@ -44,27 +43,22 @@ def plain(family) -> list:
     return run(family, None, [])["outputs"]
 
 
-def equal_to_the_target(family) -> list[dict]:
-    return [{"model": family.target, "num_tokens": 3}, {"model": family.target}]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_on_gpus")
 def test_levels_lose_nothing_and_a_damaged_cache_no_text(family, plain, tmp_path):
     """Drafters equal to the target, so that every entry that is not the right one costs tokens.
 
-    By fixed schedules: on a CPU levels read what comes from elsewhere anew.
-
-    Negative control of what the first two engines show: with other numbers in the levels' files the
-    third accepts less, and its text is still that of no speculation.
+    By fixed schedules: on a CPU levels read what comes from elsewhere anew. With other numbers in
+    the levels' files the third engine, a negative control, accepts less.
     """
-    found = [run(family, tmp_path, equal_to_the_target(family)) for _ in range(2)]
+    levels = [{"model": family.target, "num_tokens": 3}, {"model": family.target}]
+    found = [run(family, tmp_path, levels) for _ in range(2)]
     damaged = sorted(tmp_path.glob("*/hsd_level*.safetensors"))
     assert len(damaged) == len(PROMPTS) * 2 * 2  # two levels of two layers
     for path in damaged:
         kept = load_file(path)
         save_file({name: torch.randn_like(value) for name, value in kept.items()}, path)
-    found.append(run(family, tmp_path, equal_to_the_target(family)))
+    found.append(run(family, tmp_path, levels))
     loaded = [result["counters"]["external_prefix_cache_hits"] for result in found]
     assert loaded == [0, STORED, STORED]
     assert all(result["outputs"] == plain for result in found)

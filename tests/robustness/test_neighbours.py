@@ -8,7 +8,7 @@ from support.level_files import cascade
 from support.marks import slow
 
 CROWDED = {"block_size": 32, "num_gpu_blocks_override": 13}
-NGRAM = {"ngram": {"max": 4}}
+NGRAM, LOOKUP = {"ngram": {"max": 4}}, {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 BIGRAM = {"bigram": str(neighbours.MODELS / "library.safetensors")}
 MID = {"model": str(neighbours.MODELS / "mid")}
 CONFIGURATIONS = {
@@ -16,21 +16,10 @@ CONFIGURATIONS = {
     "adaptive": cascade(NGRAM, num_speculative_tokens=8, adaptive=True),
     "branches": cascade({"sources": [NGRAM, BIGRAM]}, num_speculative_tokens=6),
     "two models": cascade({**NGRAM, "num_tokens": 4}, MID, num_speculative_tokens=7),
-    "stock drafter": {
-        "speculative_config": stock(
-            "ngram", num_speculative_tokens=8, prompt_lookup_max=4, prompt_lookup_min=1
-        )
-    },
+    "stock drafter": {"speculative_config": stock("ngram", num_speculative_tokens=8, **LOOKUP)},
 }
 JOBS, CROWDED_JOBS = neighbours.jobs(), neighbours.crowded_jobs()
 ENGINE = {**neighbours.ENGINE, **neighbours.reasoning()}
-
-
-def answers(arguments: dict) -> dict:
-    """Results of all jobs, with room and, of another engine, crowded."""
-    found = run_engine({**ENGINE, **arguments}, JOBS)
-    found |= run_engine({**ENGINE, **arguments, **CROWDED}, CROWDED_JOBS)
-    return neighbours.without_listed(found, JOBS | CROWDED_JOBS)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +33,10 @@ def plain() -> dict:
     "name", ["lookup", "branches", *slow("adaptive", "two models", "stock drafter")]
 )
 def test_texts_are_those_of_no_speculation(plain, name):
-    found = answers(CONFIGURATIONS[name])
+    """With room and, of another engine, crowded."""
+    engine = {**ENGINE, **CONFIGURATIONS[name]}
+    found = run_engine(engine, JOBS) | run_engine({**engine, **CROWDED}, CROWDED_JOBS)
+    found = neighbours.without_listed(found, JOBS | CROWDED_JOBS)
     drafted = sum(result["counters"]["spec_decode_num_draft_tokens"] for result in found.values())
     preempted = sum(result["counters"]["num_preemptions"] for result in found.values())
     # With a second model's slots vLLM admits fewer requests at once than the blocks would hold.

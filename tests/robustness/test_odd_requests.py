@@ -1,6 +1,6 @@
 """Nothing that a client asks for raises in the engine or disturbs another request."""
 
-from dataclasses import dataclass
+import itertools
 
 import numpy as np
 import pytest
@@ -19,9 +19,10 @@ GOOD = [
     {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
     {"temperature": 1, "seed": 5, "max_tokens": 24, "ignore_eos": True},
 ]
-ALONE = {"prompts": [GOOD_PROMPT] * 2, "params": GOOD}
-# Odd requests in one batch with the good ones; the slow form tries each by itself.
-GROUP_SIZES = [12, *slow(1)]
+STOCK = "vLLM's n-grams"
+FAST = ("bigram, two models, horizontal", STOCK)
+# Its levels are also in the first.
+SLOW = "two models"
 
 
 def with_good(names: list[str]) -> dict:
@@ -40,25 +41,17 @@ def groups(size: int) -> list[list[str]]:
     return [names[i::count] for i in range(count)]
 
 
-# vLLM's V1 runner refuses these with its own drafters.
-REFUSED_BY_STOCK = ("min_p", "logit_bias")
-
-
 def speculation(name: str, family, directory) -> dict:
-    table = str(directory / "table.safetensors")
-    write_store(
-        collect_texts([np.array(PROMPT * 20), np.array(GOOD_PROMPT * 20)], vocab_size=VOCABULARY),
-        table,
-    )
+    if name == STOCK:
+        return {"speculative_config": stock("ngram", prompt_lookup_max=3)}
     small, mid = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
+    if name == SLOW:
+        return cascade(small, mid)
+    table = str(directory / "table.safetensors")
+    texts = [np.array(PROMPT * 20), np.array(GOOD_PROMPT * 20)]
+    write_store(collect_texts(texts, vocab_size=VOCABULARY), table)
     lowest = {"bigram": table, "num_tokens": 2}
-    return {
-        "two models": cascade(small, mid),
-        "bigram, two models, horizontal": cascade(
-            lowest, small, mid, num_speculative_tokens=7, horizontal_tokens=2
-        ),
-        STOCK: {"speculative_config": stock("ngram", prompt_lookup_max=3)},
-    }[name]
+    return cascade(lowest, small, mid, num_speculative_tokens=7, horizontal_tokens=2)
 
 
 def engine(family, **arguments) -> dict:
@@ -69,84 +62,43 @@ def engine(family, **arguments) -> dict:
 @pytest.fixture(scope="module")
 def plain(text_family):
     """Name of an odd request, or "alone" -> answer of an engine without speculation."""
-    jobs = {"alone": ALONE, "together": with_good(list(TABLE))}
+    jobs = {"alone": with_good([]), "together": with_good(list(TABLE))}
     found = run_engine(engine(text_family), jobs, work=run_odd_jobs)
     return {"alone": found["alone"], **dict(zip(TABLE, found["together"][1:-1], strict=True))}
 
 
-STOCK = "vLLM's n-grams"
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Answers of an engine to the good and the odd requests.
-
-    Attributes:
-        alone: to the good requests without odd ones.
-        good: to the good requests, for every batch: [greedy, seeded].
-        grouped: name of an odd request -> answer in its group.
-        together: name of an odd request -> answer where all are in one batch.
-    """
-
-    alone: list
-    good: list[list]
-    grouped: dict
-    together: dict
-
-
-@pytest.fixture(scope="module", params=GROUP_SIZES)
-def size(request) -> int:
-    return request.param
-
-
-# The levels of the slow one are also in the first.
-CONFIGURATIONS = ["bigram, two models, horizontal", STOCK, *slow("two models")]
-
-
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
-def speculated(request, size, text_family, tmp_path_factory) -> Answers:
-    """First the good requests alone, then with each group, then everything at once."""
-    config = speculation(request.param, text_family, tmp_path_factory.mktemp("tables"))
-    arguments = engine(text_family, **config)
-    batches = [*groups(size), list(TABLE)]
-    jobs = {"alone": ALONE, **{str(i): with_good(names) for i, names in enumerate(batches)}}
-    found = run_engine(arguments, jobs, work=run_odd_jobs)
-    alone = found.pop("alone")
+@pytest.fixture(
+    scope="module",
+    # Odd requests in one batch with the good ones; the slow form tries each by itself.
+    params=[*itertools.product(FAST, [12]), *slow((SLOW, 12), *((n, 1) for n in (*FAST, SLOW)))],
+    ids=lambda param: f"{param[0]}, {param[1]} at once",
+)
+def speculated(request, text_family, tmp_path_factory) -> tuple[list, dict, dict]:
+    """Answers: to the good requests of every batch; to odd ones in their groups; all at once."""
+    name, size = request.param
+    config = speculation(name, text_family, tmp_path_factory.mktemp("tables"))
+    batches = [[], *groups(size), list(TABLE)]
+    jobs = {str(i): with_good(names) for i, names in enumerate(batches)}
+    found = run_engine(engine(text_family, **config), jobs, work=run_odd_jobs).values()
     *grouped, together = [
         dict(zip(names, answers[1:-1], strict=True))
-        for names, answers in zip(batches, found.values(), strict=True)
+        for names, answers in zip(batches, found, strict=True)
     ]
-    return Answers(
-        alone,
-        [[answers[0], answers[-1]] for answers in found.values()],
-        {name: answer for group in grouped for name, answer in group.items()},
-        together,
-    )
-
-
-def refused(answer) -> bool:
-    return isinstance(answer, dict)
-
-
-def expected_refusal(odd, answer) -> bool:
-    """vLLM refuses min_p and logit_bias in one engine of three; no other answer may differ."""
-    return refused(answer) and any(key in odd.params for key in REFUSED_BY_STOCK)
+    in_groups = {name: answer for group in grouped for name, answer in group.items()}
+    return [[answers[0], answers[-1]] for answers in found], in_groups, together
 
 
 def test_answers_are_those_of_no_speculation(plain, speculated):
-    """Token for token where plain vLLM's answer is not random, otherwise in form.
-
-    An engine that raised would have ended with its process.
-    """
+    """Token for token where plain vLLM's answer is not random, otherwise in form."""
+    _, grouped, _ = speculated
     wrong = {}
     for name, odd in TABLE.items():
-        expected, got = plain[name], speculated.grouped[name]
-        if expected_refusal(odd, got):
-            continue
-        if refused(expected) or refused(got) or odd.exact:
-            if expected != got:
-                wrong[name] = (expected, got)
-        elif not all(well_formed(odd, sequence) for sequence in got) or len(got) != len(expected):
+        expected, got = plain[name], grouped[name]
+        if odd.exact or isinstance(expected, dict) or isinstance(got, dict):  # refused
+            sound = expected == got
+        else:
+            sound = all(well_formed(odd, each) for each in got) and len(got) == len(expected)
+        if not sound:
             wrong[name] = (expected, got)
     assert wrong == {}
 
@@ -159,12 +111,13 @@ def well_formed(odd, sequence: dict) -> bool:
 
 
 def test_neighbors_notice_nothing(plain, speculated):
-    assert speculated.alone == plain["alone"]
-    assert [i for i, found in enumerate(speculated.good) if found != plain["alone"]] == []
+    good, _, _ = speculated
+    assert [i for i, found in enumerate(good) if found != plain["alone"]] == []
 
 
 def test_all_at_once_is_group_by_group(speculated):
     """Seeded requests repeat in a batch of a hundred."""
-    for name, got in speculated.together.items():
+    _, grouped, together = speculated
+    for name, got in together.items():
         if TABLE[name].params.get("seed", -1) != -1:  # vLLM reads -1 as no seed.
-            assert got == speculated.grouped[name], name
+            assert got == grouped[name], name

@@ -1,8 +1,4 @@
-"""An error that concerns one request ends that request, where vLLM's interface allows it.
-
-In the worker it does not (docs/failures.md, "Internal errors"): there every stream ends at once. A
-server that is stopped and given time for it ends no request at all.
-"""
+"""An error that concerns one request ends that request, where vLLM's interface allows it."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,19 +13,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NEIGHBOURS = 6
 ALL_OTHERS = {"temperature": 0, "max_tokens": 160, "extra_body": {"ignore_eos": True}}
+FORCED = {"structured_outputs": {"regex": "(ab){40}"}}
 # name -> (the request's parameters, status or finish_reason)
 ENDS_ALONE = {
     "refused by vLLM": ({"extra_body": {"allowed_token_ids": [10**6]}}, 400),
     "refused by vLLM's limit": ({"logprobs": 10**6}, 400),
     "raised in validation": ({"seed": request_faults.VALIDATED}, 500),
     "raised where the engine adds it": ({"seed": request_faults.ADDED}, 500),
-    "refused by its grammar": (
-        {
-            "seed": request_faults.GRAMMAR,
-            "extra_body": {"structured_outputs": {"regex": "(ab){40}"}},
-        },
-        500,
-    ),
+    "refused by its grammar": ({"seed": request_faults.GRAMMAR, "extra_body": FORCED}, 500),
 }
 
 
@@ -42,6 +33,12 @@ def stream(client: openai.OpenAI, number: int) -> Iterator[str]:
     prompt = "a cab " * number + "a bed"
     for part in client.completions.create(model="tiny", prompt=prompt, stream=True, **ALL_OTHERS):
         yield part.choices[0].text
+
+
+def begun(server: OpenAIServer) -> tuple[list[str], list[Iterator[str]]]:
+    """The first part of each neighbour's text, and the streams of what follows."""
+    streams = [stream(client(server), i) for i in range(NEIGHBOURS)]
+    return [next(parts) for parts in streams], streams
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +59,7 @@ def undisturbed(server) -> list[str]:
 def test_an_error_of_one_request_ends_that_request_only(server, undisturbed, name, streamed):
     params, status = ENDS_ALONE[name]
     asking = client(server)
-    streams = [stream(asking, i) for i in range(NEIGHBOURS)]
-    texts = [next(parts) for parts in streams]
+    texts, streams = begun(server)
     with ThreadPoolExecutor(NEIGHBOURS) as pool:
         rest = [pool.submit("".join, parts) for parts in streams]
         with pytest.raises(openai.APIError) as raised:
@@ -85,14 +81,11 @@ def test_an_error_in_the_worker_ends_every_stream_and_the_server(text_family, tm
     config, plugin = two_models(text_family), f"support.request_faults:{place}"
     seed = {"drafting": request_faults.DRAFTED, "verification": request_faults.VERIFIED}[place]
     with running_server(text_family.target, tmp_path, config, plugin=plugin) as server:
-        asking = client(server)
-        streams = [stream(asking, i) for i in range(NEIGHBOURS)]
-        for parts in streams:
-            next(parts)
+        _, streams = begun(server)
         with ThreadPoolExecutor(NEIGHBOURS + 1) as pool:
             ends = [pool.submit("".join, parts) for parts in streams]
             asked = {"model": "tiny", "prompt": "abc", "max_tokens": 160, "seed": seed}
-            ends.append(pool.submit(asking.completions.create, **asked))
+            ends.append(pool.submit(client(server).completions.create, **asked))
             errors = [end.exception() for end in ends]
         assert all(isinstance(error, openai.APIError) for error in errors), errors
         server.process.wait(timeout=600)
@@ -104,8 +97,7 @@ def test_a_server_that_is_stopped_answers_what_is_under_way(text_family, tmp_pat
     config, options = two_models(text_family), {"shutdown-timeout": 300}
     with running_server(text_family.target, tmp_path, config, options) as server:
         wanted = ["".join(stream(client(server), i)) for i in range(NEIGHBOURS)]
-        streams = [stream(client(server), i) for i in range(NEIGHBOURS)]
-        texts = [next(parts) for parts in streams]
+        texts, streams = begun(server)
         server.process.terminate()
         with ThreadPoolExecutor(NEIGHBOURS) as pool:
             rest = pool.map("".join, streams)

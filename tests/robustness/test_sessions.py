@@ -16,15 +16,13 @@ FIRST = (
 TURNS = [FIRST, "x = [", "y = {"]
 NGRAM = {"ngram": {"max": 4}}
 STOCK = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-CONFIGURATIONS = {
-    "lookup": {"method": "hsd", "levels": [NGRAM]},
-    "branches": {"method": "hsd", "levels": [{"sources": [NGRAM, {"ngram": {"max": 2}}]}]},
-    "model": {
-        "method": "hsd",
-        "levels": [{**NGRAM, "num_tokens": 4}, {"model": str(neighbours.MODELS / "mid")}],
-    },
-    "stock drafter": {**STOCK, "rejection_sample_method": "hierarchical"},
+LEVELS = {
+    "lookup": [NGRAM],
+    "branches": [{"sources": [NGRAM, {"ngram": {"max": 2}}]}],
+    "model": [{**NGRAM, "num_tokens": 4}, {"model": str(neighbours.MODELS / "mid")}],
 }
+CONFIGURATIONS = {name: {"method": "hsd", "levels": levels} for name, levels in LEVELS.items()}
+CONFIGURATIONS["stock drafter"] = {**STOCK, "rejection_sample_method": "hierarchical"}
 
 
 async def _turns(speculative_config: dict | None) -> list[str]:
@@ -35,25 +33,15 @@ async def _turns(speculative_config: dict | None) -> list[str]:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=neighbours.ENGINE["model"],
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=512,
-            kv_cache_memory_bytes=64 << 20,
-            speculative_config=speculative_config,
-        )
-    )
+    arguments = {"model": neighbours.ENGINE["model"], "dtype": "float32", "enforce_eager": True}
+    arguments |= {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+    given = AsyncEngineArgs(**arguments, speculative_config=speculative_config)
+    engine = AsyncLLM.from_engine_args(given)
     ended = [asyncio.Event() for _ in TURNS]
     texts = [""] * len(TURNS)
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=60,
-        ignore_eos=True,
-        stop_token_ids=neighbours.tokens("."),
-        output_kind=RequestOutputKind.DELTA,
-    )
+    greedy = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    greedy |= {"stop_token_ids": neighbours.tokens(".")}
+    params = SamplingParams(**greedy, output_kind=RequestOutputKind.DELTA)
 
     async def inputs():
         for turn, event in zip(TURNS, ended, strict=True):

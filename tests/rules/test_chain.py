@@ -1,4 +1,7 @@
-"""verify_chain against the sequential verifiers on equal uniforms, and its contract."""
+"""verify_chain against the sequential verifiers on equal uniforms, and its contract.
+
+Arguments that do not fit are named, and rows that are no distributions end a draft.
+"""
 
 from itertools import accumulate
 
@@ -24,14 +27,13 @@ def one_hot(row: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.one_hot(row.argmax(), row.numel()).to(row)
 
 
-def batch(vocabulary: int, seed: int, size: int = 60, longest: int = 6):
+def batch(vocabulary: int, seed: int, size: int = 60):
     """A ragged batch: near and far drafts, masked tokens, greedy rows, equal rows, no draft."""
     gen = torch.Generator().manual_seed(seed)
     lengths, target, draft, ids = [], [], [], []
     for i in range(size):
-        n = i % (longest + 1)
-        lengths.append(n)
-        for _ in range(n):
+        lengths.append(i % 7)
+        for _ in range(i % 7):
             p = random_row(vocabulary, 2.0, gen)
             kind = i % 5
             q = p.clone() if kind == 0 else random_row(vocabulary, 1.0, gen)
@@ -52,21 +54,24 @@ def quantile(weights, u: float) -> int:
     return next(i for i, edge in enumerate(edges) if edge > u * edges[-1])
 
 
-def requests(target, draft, ids, lengths, uniforms):
-    """The batch cut into (p rows, q rows, tokens, uniforms), as lists."""
-    p0 = q0 = 0
-    for n in lengths:
-        p, q = target[p0 : p0 + n + 1].tolist(), draft[q0 : q0 + n].tolist()
-        yield p, q, ids[q0 : q0 + n].tolist(), uniforms[p0 : p0 + n + 1].tolist()
-        p0, q0 = p0 + n + 1, q0 + n
+def spans(lengths):
+    """Rows of the target, and of the draft, of each request."""
+    for i, (n, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+        yield slice(end - n + i, end + i + 1), slice(end - n, end)
 
 
 def by_hand(method, rows, uniforms):
     """(accepted, tokens) of every request from the sequential verifier and the same uniforms."""
-    for p, q, x, drawn in requests(*rows, uniforms):
-        draws = iter(drawn[1:])
+    target, draft, ids, lengths = rows
+    for t, d in spans(lengths):
+        x, (u, *drawn) = ids[d].tolist(), uniforms[t].tolist()
+        draws = iter(drawn)
         tau, y = VERIFIERS[method](
-            p, q, x, lambda h, c=draws: next(c) < h, lambda w, u=drawn[0]: quantile(w, u)
+            target[t].tolist(),
+            draft[d].tolist(),
+            x,
+            lambda h, c=draws: next(c) < h,
+            lambda w, u=u: quantile(w, u),
         )
         yield tau, [*x[:tau], y]
 
@@ -98,22 +103,15 @@ def test_one_hot_drafts_need_no_rows(method):
 
 def test_greedy_accepts_the_argmax_path():
     (target, draft, ids, lengths), _ = batch(31, seed=4)
-    ids[::2] = torch.cat([target[s : s + n].argmax(-1) for s, n in starts(lengths)])[::2]
+    ids[::2] = torch.cat([target[t][:-1].argmax(-1) for t, _ in spans(lengths)])[::2]
     expected = [
-        sequential.greedy(p, q, x, None, None)
-        for p, q, x, _ in requests(target, draft, ids, lengths, target[:, 0])
+        sequential.greedy(target[t].tolist(), draft[d].tolist(), ids[d].tolist(), None, None)
+        for t, d in spans(lengths)
     ]
     for rows in (target, target.log(), target.float().log(), target.log().bfloat16()):
         result = verify_chain(rows, None, ids, lengths, method="greedy")
         finals = [row[-1] for row in emitted(result)]
         assert list(zip(result.num_accepted.tolist(), finals, strict=True)) == expected
-
-
-def starts(lengths):
-    first = 0
-    for n in lengths:
-        yield first, n
-        first += n + 1
 
 
 def test_greedy_takes_the_first_of_tied_maxima():
@@ -137,45 +135,30 @@ def test_empty_drafts(method, lengths):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_empty_slots_end_the_draft(method):
-    rows, uniforms = batch(31, seed=6)
-    target, draft, ids, lengths = rows
-    holes = ids.clone()
-    holes[torch.arange(ids.numel()) % 4 == 1] = -1
-    draft_rows = draft.clone()
-    draft_rows[holes < 0] = torch.nan
-    result = verify_chain(target, draft_rows, holes, lengths, method=method, uniforms=uniforms)
-    q0 = 0
-    for i, (first, n) in enumerate(starts(lengths)):
-        x = holes[q0 : q0 + n].tolist()
-        m = x.index(-1) if -1 in x else n
-        alone = verify_chain(
-            target[first : first + m + 1],
-            draft[q0 : q0 + m],
-            ids[q0 : q0 + m],
-            [m],
-            method=method,
-            uniforms=uniforms[first : first + m + 1],
-        )
-        assert emitted(result)[i] == emitted(alone)[0]
-        q0 += n
+    (target, draft, ids, lengths), uniforms = batch(31, seed=6)
+    ids[1::4] = -1
+    draft[ids < 0] = torch.nan
+    result = emitted(verify_chain(target, draft, ids, lengths, method=method, uniforms=uniforms))
+    for found, (t, d) in zip(result, spans(lengths), strict=True):
+        m = [*ids[d].tolist(), -1].index(-1)
+        until, drawn = (target[t][: m + 1], draft[d][:m], ids[d][:m], [m]), uniforms[t][: m + 1]
+        assert [found] == emitted(verify_chain(*until, method=method, uniforms=drawn))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_depend_on_nothing_but_the_request(method):
-    rows, uniforms = batch(31, seed=8, size=20)
-    target, draft, ids, lengths = rows
-    whole = emitted(verify_chain(*rows, method=method, uniforms=uniforms))
-    spans = [(first, n, first - i) for i, (first, n) in enumerate(starts(lengths))]
-    picked = spans[::-1]
+    (target, draft, ids, lengths), uniforms = batch(31, seed=8, size=20)
+    whole = verify_chain(target, draft, ids, lengths, method=method, uniforms=uniforms)
+    of_target, of_draft = zip(*reversed(list(spans(lengths))), strict=True)
     turned = verify_chain(
-        torch.cat([target[f : f + n + 1] for f, n, _ in picked]),
-        torch.cat([draft[q : q + n] for _, n, q in picked]),
-        torch.cat([ids[q : q + n] for _, n, q in picked]),
-        [n for _, n, _ in picked],
+        torch.cat([target[t] for t in of_target]),
+        torch.cat([draft[d] for d in of_draft]),
+        torch.cat([ids[d] for d in of_draft]),
+        lengths[::-1],
         method=method,
-        uniforms=torch.cat([uniforms[f : f + n + 1] for f, n, _ in picked]),
+        uniforms=torch.cat([uniforms[t] for t in of_target]),
     )
-    assert emitted(turned) == whole[::-1]
+    assert emitted(turned) == emitted(whole)[::-1]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
@@ -189,3 +172,112 @@ def test_the_final_token_has_mass(u):
             none = torch.empty(0, dtype=torch.int64)
             result = verify_chain(row, None, none, [0], uniforms=uniforms)
             assert result.token_ids.tolist() == [[token]]
+
+
+V = 4
+
+
+def arguments(**changes):
+    """A sound batch of two requests, drafts of 2 and 1, with changes."""
+    good = {
+        "target_probs": torch.full((5, V), 1 / V),
+        "draft_probs": torch.full((3, V), 1 / V),
+        "draft_token_ids": torch.tensor([0, 1, 2]),
+        "num_draft_tokens": [2, 1],
+    }
+    return good | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_draft_tokens": [2, -1]}, r"num_draft_tokens\[1\] is -1"),
+        ({"num_draft_tokens": [2, 2]}, r"target_probs must have shape \[6, V\].*got \[5, 4\]"),
+        ({"num_draft_tokens": [[2, 1]]}, r"num_draft_tokens must be a list of ints"),
+        ({"num_draft_tokens": [2, 1.5]}, r"num_draft_tokens must be a list of ints"),
+        ({"target_probs": torch.ones(5, V, 1)}, r"target_probs must have shape \[5, V\]"),
+        ({"target_probs": torch.ones(5, 0)}, r"target_probs must have shape \[5, V\]"),
+        ({"target_probs": torch.ones(5, V).long()}, "target_probs must be a floating-point tensor"),
+        ({"target_probs": torch.ones(5, V).half()}, "target_probs must be float32 or float64"),
+        ({"draft_probs": torch.ones(2, V) / V}, r"draft_probs must have shape \[3, V\]"),
+        ({"draft_probs": torch.ones(3, 5) / 5}, "draft_probs .* does not match target_probs"),
+        ({"draft_probs": torch.ones(3, V).double()}, "draft_probs .* does not match target_probs"),
+        ({"draft_probs": torch.ones(3, V, device="meta")}, "draft_probs .* does not match"),
+        ({"draft_token_ids": torch.tensor([0, 1])}, r"draft_token_ids must have shape \[3\]"),
+        ({"draft_token_ids": torch.tensor([0, 4, 9])}, r"draft_token_ids\[1\] is 4, outside"),
+        ({"draft_token_ids": torch.tensor([0, 1, -2])}, r"draft_token_ids\[2\] is -2, outside"),
+        ({"draft_token_ids": torch.ones(3)}, "draft_token_ids must be an int64 or int32 tensor"),
+        ({"draft_token_ids": torch.ones(3, device="meta").int()}, "draft_token_ids is on meta"),
+        ({"method": "traversal"}, "method must be one of block, standard, greedy"),
+        ({"uniforms": torch.rand(4).double()}, r"uniforms must be float64 \[5\]"),
+        ({"uniforms": torch.rand(5)}, r"uniforms must be float64 \[5\]"),
+        ({"uniforms": torch.tensor([0, 0, 1.0, 0, 0]).double()}, r"uniforms\[2\] is 1.0"),
+        ({"uniforms": torch.tensor([0, torch.nan, 0, 0, 0]).double()}, r"uniforms\[1\] is nan"),
+    ],
+)
+def test_arguments_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        verify_chain(**arguments(**changes))
+
+
+FAULTS = {
+    "nan": torch.tensor([torch.nan, 0.5, 0.5, 0]),
+    "inf": torch.tensor([torch.inf, 0.5, 0.5, 0]),
+    "negative": torch.tensor([-0.5, 0.5, 0.5, 0.5]),
+    "sum": torch.tensor([0.25, 0.25, 0.25, 0.252]),
+    "zero": torch.zeros(4),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("fault", "token"), [("nan", 0), ("inf", 0), ("negative", 1), ("zero", 0)])
+@pytest.mark.parametrize("request_number", [0, 1])
+def test_first_target_row_that_is_not_a_distribution_gives_its_argmax(
+    method, fault, token, request_number
+):
+    """What vLLM's own sampler gives; the other request of the batch is not touched."""
+    uniforms = torch.rand(5, dtype=torch.float64)
+    untouched = verify_chain(**arguments(), method=method, uniforms=uniforms)
+    target = arguments()["target_probs"]
+    target[3 * request_number] = FAULTS[fault]
+    result = verify_chain(**arguments(target_probs=target), method=method, uniforms=uniforms)
+    if method != "greedy":
+        assert result.token_ids[request_number].tolist() == [token, -1, -1]
+        assert result.num_accepted[request_number] == 0
+    other = 1 - request_number
+    assert result.token_ids[other].tolist() == untouched.token_ids[other].tolist()
+
+
+@pytest.mark.parametrize("row", [[torch.nan] * 3, [-torch.inf] * 3, [0.0, torch.inf, torch.nan]])
+def test_greedy_follows_the_argmax_whatever_the_logits_are(row):
+    logits = torch.tensor([[0.0, 2.0, 1.0], row, [0.0, 0.0, 3.0]])
+    best = logits.argmax(-1).tolist()
+    for draft in ([1, 0], [1, 1], [1, 2]):
+        result = verify_chain(logits, None, torch.tensor(draft), [2], method="greedy")
+        accepted = 1 + (draft[1] == best[1])
+        assert result.token_ids.tolist() == [best[: accepted + 1] + [-1] * (2 - accepted)]
+
+
+@pytest.mark.parametrize("method", VERIFIERS)
+@pytest.mark.parametrize(
+    ("row", "fault", "t"),
+    [("proposal", fault, t) for fault in FAULTS for t in (0, 1, 3)]
+    + [("target", fault, t) for fault in ("nan", "inf") for t in (1, 2, 4)],
+)
+def test_an_invalid_row_ends_the_draft(method, row, fault, t):
+    """Of a proposal: before its token. The token that led to a row of the target is kept or refused
+    as always, but nothing follows it."""
+    gen = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        p, q = (torch.rand(rows, V, generator=gen).softmax(-1) for rows in (5, 4))
+        x, uniforms = torch.randint(V, (4,), generator=gen), torch.rand(5, dtype=torch.float64)
+        until = {"method": method, "uniforms": uniforms[: t + 1]}
+        expected = verify_chain(p[: t + 1], q[:t], x[:t], [t], **until)
+        (q if row == "proposal" else p)[t] = FAULTS[fault]
+        result = verify_chain(p, q, x, [4], method=method, uniforms=uniforms)
+        assert result.num_accepted == expected.num_accepted
+        tokens = expected.token_ids[0].tolist()
+        if row == "target" and expected.num_accepted == t:
+            tokens[t] = -1
+        assert result.token_ids[0, : t + 1].tolist() == tokens
+        assert (result.token_ids[0, t + 1 :] == -1).all()

@@ -42,27 +42,25 @@ def test_samples_follow_the_distribution(method, one_hot):
     assert chi_square_p_value(samples, distribution) > 1e-6
 
 
-def test_greedy_follows_the_argmax():
-    target = rows(8, 1)
-    target[0, 1], target[2, 1], target[6, 4] = 9, 9, 9
-    tokens, path = verify_tree(target, None, TREE, method="greedy")
-    assert (tokens.tolist(), path.tolist()) == ([1, 1, 4], [1, 5])
-    target[6, 0] = torch.nan
-    tokens, path = verify_tree(target, None, TREE, method="greedy")
-    assert (tokens.tolist(), path.tolist()) == ([1, 1, 0], [1, 5])
+@pytest.mark.parametrize("path", [[1, 5], [0, 4]], ids=["one draft", "a token drawn twice"])
+def test_greedy_follows_the_argmax(path):
+    target, tokens = rows(8, 1), [TREE.tokens[node] for node in path]
+    for node, token in zip([-1, *path], [*tokens, 4], strict=True):
+        target[node + 1, token] = 9
+    for last in (4, 0):
+        found = verify_tree(target, None, TREE, method="greedy")
+        assert [each.tolist() for each in found] == [[*tokens, last], path]
+        target[path[-1] + 1, 0] = torch.nan
 
 
 @pytest.mark.parametrize("method", [*METHODS, "greedy"])
-@pytest.mark.parametrize("row", ["nan", "minus infinity", "plus infinity"])
-def test_a_bad_root_row_gives_the_token_of_plain_sampling(method, row):
+@pytest.mark.parametrize(
+    ("first", "bad"), [(2, [torch.nan] * 2), (0, [-torch.inf] * V), (3, [torch.inf])]
+)
+def test_a_bad_root_row_gives_the_token_of_plain_sampling(method, first, bad):
     """vLLM: the argmax of softmax / exponential, or of the logits when greedy; NaN is largest."""
     logits = rows(8, 1)
-    if row == "nan":
-        logits[0, 2:4] = torch.nan
-    elif row == "minus infinity":
-        logits[0] = -torch.inf
-    else:
-        logits[0, 3] = torch.inf
+    logits[0, first : first + len(bad)] = torch.tensor(bad)
     target = logits if method == "greedy" else logits.softmax(-1)
     plain = target[0] if method == "greedy" else target[0] / torch.empty(V).exponential_()
     tokens, path = verify_tree(target, rows(7, 2), TREE, method=method)
@@ -75,15 +73,13 @@ def test_a_bad_root_row_gives_the_token_of_plain_sampling(method, row):
 def test_invalid_rows_end_the_tree_there(method):
     target, draft = rows(8, 1), rows(7, 2)
     target[1], draft[1] = torch.nan, torch.nan
-    small = Tree([-1], [3])
-    for seed in range(50):
-        gens = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    drawn = torch.rand(50, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for uniforms in drawn:
         # The root keeps its first child, which has neither children nor a token after it.
-        tokens, path = verify_tree(target, draft, TREE, method=method, generator=gens[0])
-        drawn = torch.rand(8, dtype=torch.float64, generator=gens[1])
-        uniforms = drawn[[7, 0]]
+        tokens, path = verify_tree(target, draft, TREE, method=method, uniforms=uniforms)
+        token = torch.tensor([3])
         chain = verify_chain(
-            target[:1].repeat(2, 1), draft[:1], torch.tensor(small.tokens), [1], uniforms=uniforms
+            target[:1].repeat(2, 1), draft[:1], token, [1], uniforms=uniforms[[7, 0]]
         )
         assert len(path) == int(chain.num_accepted)
         assert tokens.tolist() == ([3] if len(path) else chain.token_ids[0, :1].tolist())
@@ -124,14 +120,8 @@ def test_first_draws_follow_the_row(draw):
         (lambda: Tree([-1], [1, 2]), "parents has 1 entries, tokens 2"),
         (lambda: Tree([-1, 1], [1, 2]), r"parents\[1\] is 1"),
         (lambda: verify_tree(rows(7, 1), None, TREE), r"target_probs must have shape \[8, V\]"),
-        (
-            lambda: verify_tree(rows(8, 1), rows(8, 1), TREE),
-            r"draft_probs must have shape \[7, V\]",
-        ),
-        (
-            lambda: verify_tree(rows(8, 1), rows(7, 1).float(), TREE),
-            "draft_probs .* does not match",
-        ),
+        (lambda: verify_tree(*[rows(8, 1)] * 2, TREE), r"draft_probs must have shape \[7, V\]"),
+        (lambda: verify_tree(rows(8, 1), rows(7, 1).float(), TREE), "draft_probs .* not match"),
         (lambda: verify_tree(rows(2, 1), None, Tree([-1], [V])), r"tree.tokens\[0\] is 5, outside"),
         (lambda: verify_tree(rows(2, 1), None, Tree([-1], [-1])), r"tree.tokens\[0\] is -1"),
         (lambda: verify_tree(rows(8, 1), None, TREE, method="block"), "method must be one of"),

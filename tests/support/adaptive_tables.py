@@ -1,7 +1,4 @@
-"""vLLM's own manager of adaptive verification, on a host without a GPU, over tables.
-
-The manager's Python runs as it is; streams and events, which order copies on a GPU, do nothing.
-"""
+"""vLLM's own manager of adaptive verification, on a host without a GPU, over tables."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 @contextmanager
 def without_a_gpu() -> Iterator[None]:
-    """Let what the manager asks of a GPU do nothing, and its compiled function run uncompiled."""
+    """Streams and events, which order copies, do nothing, and nothing is compiled."""
     nothing = mock.MagicMock()
     names = dict.fromkeys(("Stream", "Event", "current_stream", "set_stream"), nothing)
     plain = adaptive_verification._assign_draft_token_budget
@@ -31,11 +28,7 @@ def without_a_gpu() -> Iterator[None]:
 class AdaptiveTableRunner(TableRunner):
     """A `TableRunner` whose drafts vLLM's manager cuts; use it inside `without_a_gpu`.
 
-    Args:
-        admits: draft tokens of a step that cost nothing; further ones cost more than they give.
-
-    Attributes:
-        admitted: int64 [requests], draft tokens of each that the last step verified.
+    `admits` draft tokens of a step cost nothing; further ones cost more than they give.
     """
 
     def __init__(self, *args, admits: int, **options) -> None:
@@ -53,6 +46,7 @@ class AdaptiveTableRunner(TableRunner):
         )
         for slot in self.slots.tolist():
             self.manager.add_request(slot)
+        # Draft tokens of each request that the last step verified.
         self.admitted = torch.zeros(self.count, dtype=torch.int64)
 
     def input_batch(self) -> SimpleNamespace:

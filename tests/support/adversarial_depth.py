@@ -4,6 +4,7 @@ import zlib
 from itertools import combinations
 
 import numpy as np
+import torch
 
 from vllm_hsd.budget.draft_budget import DraftBudget, Plan
 from vllm_hsd.cascade.level import StepLevels
@@ -16,12 +17,6 @@ def install() -> None:
     DraftBudget.plan = _plan
 
 
-def install_and_forget_holes() -> None:
-    """As `install`; levels also believe that they have filled every block of a prefix hit."""
-    install()
-    _forget_holes()
-
-
 def install_lowest() -> None:
     """Only level 0 drafts."""
 
@@ -31,9 +26,8 @@ def install_lowest() -> None:
     DraftBudget.plan = plan
 
 
-def install_lowest_and_keep_rows() -> None:
-    """As `install_lowest`; what the levels above pass on has the rows of an earlier draft."""
-    install_lowest()
+def keep_rows() -> None:
+    """What levels pass on has the rows of an earlier draft."""
     from vllm_hsd.cascade import cascade_steps
 
     pass_on = cascade_steps.pass_on
@@ -51,13 +45,8 @@ def install_free_drafts() -> None:
     DraftBudget.plan = lambda self, *_: Plan(FREE, self.everything, gained=1e9)
 
 
-def install_free_drafts_and_forget_holes() -> None:
-    """As `install_free_drafts`, with the fault of `install_and_forget_holes`."""
-    install_free_drafts()
-    _forget_holes()
-
-
-def _forget_holes() -> None:
+def forget_holes() -> None:
+    """Levels believe that they have filled every block of a prefix hit."""
     from vllm_hsd.cascade.filled_blocks import FilledBlocks
 
     FilledBlocks.usable = lambda self, _, length: np.full(len(self.filled), length)
@@ -93,3 +82,43 @@ def install_for_batches() -> None:
         return self.lengths[zlib.crc32(str(self.calls).encode()) % len(self.lengths)]
 
     BatchBudget.choose = choose
+
+
+def idle() -> None:
+    """As on a GPU the host reads no proposal; the scheduler has learned that no draft pays."""
+    from vllm_hsd.budget.batch_budget import BatchBudget
+    from vllm_hsd.config import platform
+
+    platform.read_on_host = lambda: False
+    BatchBudget.choose = lambda self, size: 0
+
+
+def force_sources() -> None:
+    """Both sources win, where the head alone would before long: it is accepted more often."""
+    from vllm_hsd.budget.source_choice import SourcesLookup
+
+    offer = SourcesLookup.offer
+
+    def forced(self, state, text):
+        offer(self, state, text)
+        slots, last = state.slot.long(), (state.end - 1).clamp(min=0).long()
+        wins = state.window[torch.arange(state.batch), last].long() % self.count
+        # Nothing that was expected has become of the others.
+        self.own[:, :, slots] = 0.0
+        self.own[0, :, slots] = -self.prior
+        self.own[0, wins, slots] = 0.0
+
+    SourcesLookup.offer = forced
+
+
+def draw_lookups() -> None:
+    """A lookup's tokens are verified as if the head had drawn them."""
+    from vllm_hsd.host.cascade_sampler import HeadSourcesSampler
+
+    right = HeadSourcesSampler.drafts
+
+    def drafts(self, draft_logits, idx_mapping):
+        found = right(self, draft_logits, idx_mapping)
+        return {**found, "draft_temperature": self.parameters.temperature}
+
+    HeadSourcesSampler.drafts = drafts

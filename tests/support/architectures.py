@@ -8,7 +8,6 @@ import transformers
 from vllm_hsd.tools.audit.tiny_models import CONFIG
 
 COMMON = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 3}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Name in transformers, without "Config" -> keys of its configuration.
 ARCHITECTURES = {
     "Gemma2": {
@@ -32,7 +31,7 @@ ARCHITECTURES = {
     },
     "Llama": {},
     "Mistral": {"sliding_window": None},
-    "Mixtral": EXPERTS,
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Olmo2": {},
     "Phi3": {},
     "Qwen2": {},

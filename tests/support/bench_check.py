@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from support.cascades import cascade
-from support.tiny_models import Family
+
+from vllm_hsd.tools.audit.tiny_models import Family
 
 
 def check_bench(vllm_hsd: Callable[..., str], family: Family, directory: Path) -> None:

@@ -1,19 +1,14 @@
 """Target samplers with one error each: the distribution tests must reject them."""
 
-from vllm_hsd.host import hooks
+from functools import partial
+
 from vllm_hsd.tools.audit import mutants
 
-
-def install_plain_bonus() -> None:
-    """Do not score the first token that a grammar cuts off a draft."""
-    # What is installed later would mend it.
-    hooks.install()
-    mutants.install(None, "unscored grammar cut")
-
-
-def install_plain_recovery() -> None:
-    """Draw recovered tokens from the target: wrong even where drafts have one token."""
-    mutants.install(None, "unsubtracted")
+# What each does stands there. What `vllm_hsd.host.hooks:install` replaces later mends some.
+unscored_grammar_cut, unsubtracted, no_cap, neighbouring_noise = (
+    partial(mutants.install, None, name)
+    for name in ("unscored grammar cut", "unsubtracted", "no cap", "neighbouring noise")
+)
 
 
 def install_generous_ratio() -> None:
@@ -21,11 +16,6 @@ def install_generous_ratio() -> None:
     from benchmarks.gpu import faults
 
     faults.install_generous(ratio=1.6)
-
-
-def install_uncapped_final_ratio() -> None:
-    """Accept whole drafts with their uncapped joint ratio."""
-    mutants.install(None, "no cap")
 
 
 def install_drafts_of_other_rows() -> None:
@@ -44,12 +34,7 @@ def install_drafts_of_other_rows() -> None:
     program.sample_row = sample_row
 
 
-def install_noise_of_the_next_position() -> None:
-    """Draw each token of a seeded request with the noise of the token after it."""
-    mutants.install(None, "neighbouring noise")
-
-
-def install_noise_met_twice() -> None:
+def noise_met_twice() -> None:
     """Draw two neighbours of a seeded request alike."""
     from vllm_hsd.host import sampler
 

@@ -32,10 +32,8 @@ def texts_of(family) -> str:
 
 
 def head(family) -> str:
-    """An EAGLE-3 head of the target."""
     path = Path(family.target).with_name("head")
     if not path.exists():
-        path.mkdir()
         write_eagle3_head(family.target, path)
     return str(path)
 

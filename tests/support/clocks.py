@@ -46,11 +46,5 @@ if DIRECTORY in os.environ:
 
 def read(directory: Path, kind: str) -> list[list[str]]:
     """What each rank noted, in its order."""
-    return [
-        [
-            value
-            for noted, value in map(json.loads, (directory / rank).read_text().splitlines())
-            if noted == kind
-        ]
-        for rank in "01"
-    ]
+    notes = ((directory / rank).read_text().splitlines() for rank in "01")
+    return [[value for noted, value in map(json.loads, each) if noted == kind] for each in notes]

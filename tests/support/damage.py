@@ -1,8 +1,4 @@
-"""Damaged copies of a model, and recorders of what an engine does with them.
-
-The recorders are `patch` functions of `support.engines`; the file that they write is named by the
-environment variable RECORD.
-"""
+"""Damaged copies of a model, and patches that record what an engine does with them."""
 
 import json
 import logging
@@ -14,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-RECORD = "HSD_TEST_RECORD"
+RECORD = "HSD_TEST_RECORD"  # The variable that names the file.
 WEIGHTS = "model.safetensors"
 
 
@@ -37,13 +33,7 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callabl
 
 
 def change_config(**values) -> Callable[[Path], None]:
-    """Damage that sets keys of config.json."""
-
-    def damage(directory: Path) -> None:
-        path = directory / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-    return damage
+    return change_file(lambda c: json.dumps(json.loads(c) | values).encode(), "config.json")
 
 
 def fill(name: str, index: object, value: float) -> Callable[[Path], None]:
@@ -57,12 +47,11 @@ def cut(name: str, *index: slice) -> Callable[[Path], None]:
 
 
 def change_file(change: Callable[[bytes], bytes], name: str = WEIGHTS) -> Callable[[Path], None]:
-    """Damage to the bytes of a file."""
-    return lambda directory: _rewrite(directory / name, change)
+    def damage(directory: Path) -> None:
+        path = directory / name
+        path.write_bytes(change(path.read_bytes()))
 
-
-def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
-    path.write_bytes(change(path.read_bytes()))
+    return damage
 
 
 def record_warnings() -> None:

@@ -1,7 +1,4 @@
-"""What several drawn drafts of an engine come to, and faults of them.
-
-What is called here runs in the engine's process.
-"""
+"""What several drawn drafts of an engine come to, and faults of them, in the engine's process."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
+from support import hosted_branches
 from support.engines import run_jobs
-from support.hosted_branches import cached_blocks, largest_difference, runner_of, texts_of
+from support.hosted_branches import compare_caches, runner_of, texts_of, watched
 
 from vllm_hsd.cascade import program
 from vllm_hsd.host import drawn_branches
@@ -42,6 +40,7 @@ def _of_another_row(target, chain, further, inputs, cu, *rest, **options):
 
 VERIFIES = drawn_branches, "verify_drawn_rows"
 FAULTS = {
+    **hosted_branches.FAULTS,
     "all rows by the same uniforms": mock.patch.object(program, "sample_row", _same_uniforms),
     "drafts' rows of another place": mock.patch.object(*VERIFIES, _of_another_place),
     "target's rows of another draft": mock.patch.object(*VERIFIES, _of_another_row),
@@ -49,33 +48,18 @@ FAULTS = {
 
 
 def run(llm, work) -> tuple[dict[str, Any], Counter]:
-    """Results of `run_jobs`, and how many steps a row after the chain won.
-
-    Args:
-        work: (jobs, fault or None).
-    """
-    (jobs, fault), speculator, seen = work, runner_of(llm).speculator, Counter()
-    hosted, propose = speculator.branches, speculator._next_proposal
-    finish = hosted.finish
+    """Results of (jobs, fault or None), and what `watched` has seen; "chains": proposals of one."""
+    (jobs, fault), runner = work, runner_of(llm)
+    propose = runner.speculator._next_proposal
 
     def noted(length):
         proposal = propose(length)
         seen["chains"] += not proposal.every_pass
         return proposal
 
-    def finished():
-        if hosted.step is not None:
-            count = hosted.step.batch.num_reqs
-            seen["won"] += int((hosted.winner[:count] > 0).sum())
-            seen["several"] += int((hosted.counts[:count, 1:] > 0).any(1).sum())
-            whole = hosted.most * (hosted.length + 1) - 1
-            listed = hosted.step.batch.num_draft_tokens_per_req
-            seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
-        finish()
-
     with (
-        mock.patch.object(hosted, "finish", finished),
-        mock.patch.object(speculator, "_next_proposal", noted),
+        watched(runner) as seen,
+        mock.patch.object(runner.speculator, "_next_proposal", noted),
         FAULTS[fault] if fault else contextlib.nullcontext(),
     ):
         return run_jobs(llm, jobs), seen
@@ -102,34 +86,11 @@ def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:
 
 
 def difference_of_caches(llm, work) -> tuple[float, int]:
-    """(largest difference of a sampled request's keys and values from new ones, steps that won).
-
-    Of the target all that fills whole blocks, of the drafter what its first pass reads no more.
-
-    Args:
-        work: (prompt, sampling parameters, fault that keeps the chain's entries).
-    """
-    prompt, params, faulty = work
-    runner = runner_of(llm)
-    hosted, kept, found = runner.speculator.branches, [], {}
-    flat_drafts = hosted.flat_drafts
-
-    def noted(slots, window, drafts):
-        found.update(slot=int(slots[0]), text=texts_of(runner, slots[:1])[0])
-        flat_drafts(slots, window, drafts)
-
-    hosted.flat_drafts = noted
-    seen: Counter = Counter()
-    for most in (params["max_tokens"], 1):
-        llm.reset_prefix_cache()
-        job = {"a": {"prompts": [prompt], "params": {**params, "max_tokens": most}}}
-        copy = "vllm_hsd.host.branch_caches.copy_from_winners"
-        with mock.patch(copy) if faulty and not kept else contextlib.nullcontext():
-            _, each = run(llm, (job, None))
-        seen += each
-        prompt = found["text"] if not kept else prompt
-        kept.append(cached_blocks(runner, found["slot"], len(prompt) - LENGTH - 2))
-    return largest_difference(kept), seen["won"]
+    """See `compare_caches`: of sampled text, but for what the drafter's first pass reads again."""
+    prompt, params, faulty = work  # Whether the target keeps the chain's entries.
+    faults = "no copy of what a branch computed" if faulty else None, None
+    runs = [lambda jobs, fault=fault: run(llm, (jobs, fault)) for fault in faults]
+    return compare_caches(llm, prompt, params, runs, unread=LENGTH + 2)
 
 
 def allow_several_to_two() -> None:

@@ -4,7 +4,6 @@ What a head drafts after a text is computed here without a cache, a batch or an 
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,26 +22,17 @@ TRAINING_STEPS = 100
 def write_eagle3_head(
     target: str, directory: Path, draft_vocabulary: int | None = None, trained: bool = False
 ) -> str:
-    """Write a head and return its directory.
-
-    Args:
-        draft_vocabulary: tokens that the head can draft; None for the target's whole vocabulary.
-        trained: train it for some seconds on the target's own text, else it is random.
-    """
+    """Write a head, random or trained for some seconds, that drafts some of the tokens or all."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     config = model.config
     torch.manual_seed(0)
     size = config.vocab_size
     kept = torch.randperm(size)[: draft_vocabulary or size].sort().values
-    own = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    own += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
-    shape = Shape(
-        **{name: getattr(config, name) for name in own},
-        draft_vocab_size=len(kept),
-        layers=AUX_LAYERS,
-        rope_theta=config.rope_parameters["rope_theta"],
-    )
-    head = Head(shape, kept)
+    own = {"draft_vocab_size": len(kept), "layers": AUX_LAYERS}
+    own["rope_theta"] = config.rope_parameters["rope_theta"]
+    fields = Shape.__dataclass_fields__
+    given = {name: getattr(config, name) for name in fields if hasattr(config, name)}
+    head = Head(Shape(**given | own), kept)
     with torch.no_grad():
         for value in head.parameters():
             if value.ndim == 2:
@@ -69,10 +59,7 @@ def states(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 def train(head: Head, model: LlamaForCausalLM) -> None:
-    """Some steps on text that the target wrote itself, two training-time-test steps.
-
-    A hundred steps on one batch: enough for a tiny target's text to be guessed now and then.
-    """
+    """Steps on one batch of the target's own text: enough for it to be guessed now and then."""
     with torch.no_grad():
         text = torch.randint(0, model.config.vocab_size, (32, 1))
         while text.shape[1] < 32:
@@ -94,17 +81,11 @@ def train(head: Head, model: LlamaForCausalLM) -> None:
         optimizer.step()
 
 
-def causal_pass(
-    head: Head, embeds: Tensor, hidden: Tensor, unread: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The head's layer over one sequence: (before the last norm, after it), [time, hidden].
-
-    Keys and values are zeros at the positions `unread`.
-    """
+def causal_pass(head: Head, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The head's layer over one sequence: (before the last norm, after it), [time, hidden]."""
     layer, (cos, sin) = head.midlayer, rotary(len(embeds), head.shape)
     both = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)[None]
     q, k, v = layer.self_attn.project(both, cos, sin)
-    k[:, :, unread], v[:, :, unread] = 0, 0
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     hidden = hidden + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))[0]
     hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -113,27 +94,15 @@ def causal_pass(
 
 @torch.no_grad()
 def roll_out(
-    head: Head,
-    embedding: Tensor,
-    states: Tensor,
-    tokens: list[int],
-    drafted: list[int],
-    unread: Sequence[int] = (),
+    head: Head, embedding: Tensor, states: Tensor, tokens: list[int], drafted: list[int]
 ) -> list[Tensor]:
-    """Outputs of len(drafted) + 1 draft steps after `tokens`, each [hidden].
-
-    Args:
-        states: [time, layers, hidden] at tokens[:-1].
-        tokens: known tokens, [time + 1].
-        drafted: draft tokens that the later steps stand on.
-        unread: positions that the head has passed over.
-    """
+    """Outputs after `tokens` and each of `drafted`, by `states` [time, layers, hidden] before."""
     hidden = head.combine(states)
     tokens = list(tokens)
     outputs = []
     for token in [*drafted, None]:
         embeds = embedding[torch.tensor(tokens[1:])]
-        before, after = causal_pass(head, embeds, hidden, torch.tensor(unread, dtype=torch.long))
+        before, after = causal_pass(head, embeds, hidden)
         outputs.append(after[-1])
         # A drafted position has no target state: the head's own output stands in for it.
         hidden = torch.cat([hidden, before[-1:]])
@@ -142,49 +111,31 @@ def roll_out(
 
 
 def guesses(
-    head: Head,
-    embedding: Tensor,
-    states: Tensor,
-    text: list[int],
-    draft: list[int],
-    unread: Sequence[int] = (),
+    head: Head, embedding: Tensor, states: Tensor, text: list[int], draft: list[int]
 ) -> list[int]:
-    """The head's likeliest token at every place of a draft, after the draft's tokens before it.
-
-    A draft that the head made itself is equal to its guesses.
-    """
-    outputs = roll_out(head, embedding, states, text, draft[:-1], unread)
+    """The head's likeliest token after each part of a draft: the draft, where it is its own."""
+    outputs = roll_out(head, embedding, states, text, draft[:-1])
     return [int(head.draft_tokens[head.lm_head(output).argmax()]) for output in outputs]
 
 
 class Reference:
-    """A head with its target, in float32.
-
-    Args:
-        target, head: directories.
-    """
+    """A head with its target, by their directories, in float32."""
 
     def __init__(self, target: str, head: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.embedding = self.model.model.embed_tokens.weight.detach()
         self.head = load_head(Path(head))
 
-    def guesses(
-        self, text: list[int], draft: list[int], unread: Sequence[int] = (), shift: int = 0
-    ) -> list[int]:
-        """See `guesses`.
+    def states(self, text: list[int]) -> Tensor:
+        return states(self.model, torch.tensor([text]))[0, :-1]
 
-        Args:
-            unread: see `roll_out`.
-            shift: positions by which the states come too late, for a control that must differ.
-        """
-        read = states(self.model, torch.tensor([text]))[0, :-1].roll(shift, 0)
-        embedding = self.model.model.embed_tokens.weight.detach()
-        return guesses(self.head, embedding, read, text, draft, unread)
+    def guesses(self, text: list[int], draft: list[int], shift: int = 0) -> list[int]:
+        """See `guesses`; shift: positions by which the states come too late, for a control."""
+        read = self.states(text).roll(shift, 0)
+        return guesses(self.head, self.embedding, read, text, draft)
 
     @torch.no_grad()
     def logsumexp(self, text: list[int]) -> float:
         """Of the row of the first draft token after a text."""
-        read = states(self.model, torch.tensor([text]))[0, :-1]
-        embedding = self.model.model.embed_tokens.weight.detach()
-        (output,) = roll_out(self.head, embedding, read, text, [])
+        (output,) = roll_out(self.head, self.embedding, self.states(text), text, [])
         return float(self.head.lm_head(output).logsumexp(-1))

@@ -7,9 +7,9 @@ No two engines share a process.
 import contextlib
 import functools
 import gc
-import importlib
 import multiprocessing
 import os
+import pkgutil
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -42,7 +42,7 @@ ENGINE_DEFAULTS = {
     "kv_cache_memory_bytes": 64 << 20,
 }
 LOG_CHARACTERS, MAX_STEPS = 6000, 2000
-# Variable: proposals of which the host reads nothing, on a CPU too.
+# Variable: proposals of which the host reads nothing, by fixed schedules, on a CPU too.
 AS_ON_GPUS = "HSD_AS_ON_GPUS"
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(3 + 9 * i)] for i in range(4)]
@@ -90,13 +90,11 @@ def run_engine(
         jobs: name -> {"prompts": [token ids, or vLLM's mapping], "params": mapping or list of
             mappings, and optionally "arrive": [engine step], "abort": {request: engine step}}, or
             "adapters": [directory of a LoRA adapter or None], or "priority": [int].
-        patch: "module:function", called in the process before the engine starts.
+        patch: "module:function", called in the process before the engine starts; or several, as
+            in "module:function+function module:function".
         env: environment variables in addition to ENVIRONMENT.
         forks: False: a new process, whose libraries read `env` at import.
         work: called with the engine and the jobs in the place of `run_jobs`.
-
-    Raises:
-        RuntimeError: the process failed; the message ends with its log.
     """
     with started(engine, patch=patch, env=env, forks=forks) as process:
         return process.call(work or run_jobs, jobs)
@@ -106,10 +104,7 @@ def run_engine(
 def started(
     engine: dict, *, patch: str | None = None, env=None, forks: bool = True
 ) -> Iterator[EngineProcess]:
-    """The process of an engine, which loads with the first call; arguments as for `run_engine`.
-
-    With the variable AS_ON_GPUS it drafts by fixed schedules.
-    """
+    """The process of an engine, which loads with the first call; arguments as for `run_engine`."""
     options = forked(env) if forks else {"environment": {**ENVIRONMENT, **(env or {})}}
     options["prepare"] = functools.partial(prepare, patch, AS_ON_GPUS in os.environ)
     engine = {**ENGINE_DEFAULTS, **engine}
@@ -118,10 +113,7 @@ def started(
 
 
 def configuration_errors(engines: list[dict], *, patch: str | None = None) -> list[str | None]:
-    """ "ExceptionType: message" of vLLM for each engine's arguments, None where it accepts them.
-
-    No weights are loaded. `patch` as for `run_engine`.
-    """
+    """ "ExceptionType: message" for each engine's arguments, None where vLLM accepts them."""
     return in_process(_configure, {"engines": engines}, patch)
 
 
@@ -162,14 +154,10 @@ def prepare(patch: str | None, as_on_gpus: bool = False) -> None:
         from vllm_hsd.config import platform
 
         platform.read_on_host = lambda: False
-    apply_patch(patch)
-
-
-def apply_patch(patch: str | None) -> None:
-    """Call "module:function"."""
-    if patch:
-        module, function = patch.split(":")
-        getattr(importlib.import_module(module), function)()
+    for part in (patch or "").split():
+        module, _, functions = part.partition(":")
+        for function in functions.split("+"):
+            pkgutil.resolve_name(f"{module}:{function}")()
 
 
 def run_jobs(llm, jobs: dict[str, dict]) -> dict[str, dict]:
@@ -230,15 +218,16 @@ def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priori
 
     levels, counters = level_counts(), _counters(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)
-    sampling = [sampling_params(llm, given) for given in listed]
     requests = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
     if arrive is None and abort is None:
+        sampling = [sampling_params(llm, given) for given in listed]
         loras = adapters and _lora_requests(adapters)
         outputs = llm.generate(
             requests, sampling, use_tqdm=False, lora_request=loras, priority=priority
         )
     else:
-        outputs = _step_by_step(llm, requests, sampling, arrive or [0] * len(prompts), abort or {})
+        outputs, refused = _step_by_step(llm, requests, listed, arrive, abort)
+        assert not refused, refused
     return {
         "outputs": [output and _plain(output.outputs) for output in outputs],
         "prompt_logprobs": [output and _logprobs(output.prompt_logprobs) for output in outputs],
@@ -270,47 +259,45 @@ def run_odd_jobs(llm, jobs: dict[str, dict]) -> dict[str, list]:
 
     {"refused": message} where vLLM does not take a request; the others share a batch.
     """
-    return {name: _odd_answers(llm, **job) for name, job in jobs.items()}
+    keys, found = ("ids", "finish", "text"), {}
+    for name, job in jobs.items():
+        requests = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+        outputs, refused = _step_by_step(llm, requests, job["params"])
+        found[name] = [
+            {"refused": refused[i]}
+            if i in refused
+            else [{key: own[key] for key in keys} for own in _plain(output.outputs)]
+            for i, output in enumerate(outputs)
+        ]
+    return found
 
 
-def _odd_answers(llm, prompts: list[list[int]], params: list[dict]) -> list:
-    engine, refused, last = llm.llm_engine, {}, {}
-    for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
-        try:
-            sampling = sampling_params(llm, given)
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
-        except Exception as error:
-            refused[i] = {"refused": f"{type(error).__name__}: {error}"[:200]}
-    for _ in range(MAX_STEPS):
-        if not engine.has_unfinished_requests():
-            break
-        for output in engine.step():
-            # Of a request with several answers, those that are new in this step.
-            for own in output.outputs:
-                last.setdefault(int(output.request_id), {})[own.index] = own
-    else:
-        raise RuntimeError(f"not finished after {MAX_STEPS} steps")
-    keys = ("ids", "finish", "text")
-    answers = {
-        i: [{key: own[key] for key in keys} for own in _plain([found[k] for k in sorted(found)])]
-        for i, found in last.items()
-    }
-    return [refused.get(i) or answers[i] for i in range(len(prompts))]
+def _step_by_step(llm, requests, params, arrive=None, abort=None) -> tuple[list, dict[int, str]]:
+    """Outputs, and what vLLM says of the requests that it does not take.
 
-
-def _step_by_step(llm, requests, sampling, arrive, abort) -> list:
-    """Requests join at engine step arrive[i] and are aborted before engine step abort[i]."""
-    engine, last, step = llm.llm_engine, {}, 0
-    while step <= max(arrive) or engine.has_unfinished_requests():
-        for i in range(len(requests)):
+    They join at engine step arrive[i] and are aborted before engine step abort[i].
+    """
+    engine, last, refused = llm.llm_engine, {}, {}
+    arrive, abort = arrive or [0] * len(requests), abort or {}
+    for step in range(MAX_STEPS):
+        if step > max(arrive) and not engine.has_unfinished_requests():
+            return [last.get(i) for i in range(len(requests))], refused
+        for i, request in enumerate(requests):
             if arrive[i] == step:
-                engine.add_request(str(i), requests[i], sampling[i])
+                try:
+                    engine.add_request(str(i), request, sampling_params(llm, params[i]))
+                except Exception as error:
+                    refused[i] = f"{type(error).__name__}: {error}"[:200]
             if abort.get(i) == step:
                 engine.abort_request([str(i)])
         for output in engine.step():
-            last[int(output.request_id)] = output
-        step += 1
-    return [last.get(i) for i in range(len(requests))]
+            i = int(output.request_id)
+            # Of a request with several sequences, those that are new in this step.
+            known = {own.index: own for own in last[i].outputs} if i in last else {}
+            known |= {own.index: own for own in output.outputs}
+            output.outputs = [known[index] for index in sorted(known)]
+            last[i] = output
+    raise RuntimeError(f"not finished after {MAX_STEPS} steps")
 
 
 def _plain(sequences) -> list[dict]:
@@ -336,7 +323,6 @@ def _logprobs(positions) -> list[dict | None] | None:
 
 def _counters(llm) -> dict[str, float]:
     names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "num_preemptions")
-    names += ("spec_decode_num_accepted_tokens", "prefix_cache_hits")
-    names += ("external_prefix_cache_hits",)
+    names += ("spec_decode_num_accepted_tokens", "prefix_cache_hits", "external_prefix_cache_hits")
     found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return {name: found.get(f"vllm:{name}", 0) for name in names}

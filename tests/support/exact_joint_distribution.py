@@ -89,10 +89,7 @@ def distribution_among(
 def chi_square_p_value(
     samples: list[tuple[int, ...]], distribution: dict[tuple[int, ...], float]
 ) -> float:
-    """p-value of Pearson's chi-square test; outcomes expected less than 5 times are pooled.
-
-    It is 0 if an impossible outcome was seen.
-    """
+    """Of Pearson's test, outcomes expected less than 5 times pooled; 0 with an impossible one."""
     counts, n = Counter(samples), len(samples)
     if not counts.keys() <= distribution.keys():
         return 0.0

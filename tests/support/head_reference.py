@@ -1,13 +1,10 @@
-"""The steps of head_steps.py in plain Python, request by request; arguments are those of the steps.
-
-tables: what groups.table_ptrs points at, int32 [slots, blocks].
-"""
+"""The steps of head_steps.py in plain Python; tables: what groups.table_ptrs points at."""
 
 import torch
 
 
 def next_tokens(input_ids, index, query_start_loc, positions, text, length, longest):
-    """``head_steps.next_tokens``, where there is a next token."""
+    """Where there is a next token."""
     for b, slot in enumerate(index.tolist()):
         for t in range(int(query_start_loc[b]), int(query_start_loc[b + 1])):
             if int(positions[t]) + 1 < int(length[slot]):
@@ -17,7 +14,7 @@ def next_tokens(input_ids, index, query_start_loc, positions, text, length, long
 def read_step(
     inputs, groups, max_model_len, q, *, index, query_start_loc, positions, text, length, tables
 ):
-    """``head_steps.read_step``: rows of a request that hold nothing are -1 in all tensors."""
+    """Rows of a request that hold nothing are -1 in all tensors."""
     reading = inputs.reading.of_length(q)
     for tensor in (reading.input_ids, reading.slot_mapping, inputs.source):
         tensor.fill_(-1)
@@ -47,7 +44,6 @@ def read_step(
 
 
 def place_entry(inputs, state, schedule, back, groups, max_model_len, *, tables):
-    """``head_steps.place_entry``."""
     one, top, states = inputs.drafting, schedule.num_levels - 1, inputs.own.shape[1]
     num_reqs = int(state.num_reqs)
     one.slot_mapping.fill_(-1)

@@ -1,12 +1,11 @@
-"""Branches that a test chooses for the requests of an engine, and faults of hosting them.
-
-What is called here runs in the engine's process.
-"""
+"""Branches that a test chooses in the process of an engine, and faults of hosting them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,13 +24,7 @@ def runner_of(llm) -> Any:
 
 
 class Oracle:
-    """Drafts that follow known texts up to a random place, and are wrong after it.
-
-    Args:
-        texts: prompts with their continuations.
-        vocabulary: tokens.
-        seed: of the places.
-    """
+    """Drafts that follow known texts up to a random place, and are wrong after it."""
 
     def __init__(self, texts: list[list[int]], vocabulary: int, seed: int) -> None:
         self.texts, self.vocabulary = texts, vocabulary
@@ -81,8 +74,6 @@ class Avoiding(AsOffered):
 
 
 class NoBranches(AsOffered):
-    """Chains alone."""
-
     def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> list[list[int]]:
         return []
 
@@ -108,23 +99,52 @@ def cached_blocks(runner: Any, slot: int, length: int) -> list[torch.Tensor]:
     return blocks
 
 
-def largest_difference(caches: list[list[torch.Tensor]]) -> float:
-    """Of two lists of `cached_blocks`."""
-    return max(float((one - other).abs().max()) for one, other in zip(*caches, strict=True))
+@contextlib.contextmanager
+def watched(runner: Any) -> Iterator[Counter]:
+    """What becomes of the rows of an engine's steps; "last": a request's slot and its text."""
+    hosted, seen = runner.speculator.branches, Counter()
+    flat_drafts, finish = hosted.flat_drafts, hosted.finish
+
+    def drafted(slots, window, drafts):
+        for last in zip(slots.tolist(), texts_of(runner, slots), strict=True):
+            seen["last"] = last
+        flat_drafts(slots, window, drafts)
+
+    def finished():
+        step = hosted.step
+        if step is not None:
+            count, size = step.batch.num_reqs, runner.cache_config.block_size
+            seen["groups"] = len(hosted.caches.groups)
+            seen["rows"] = max(seen["rows"], 1 + int(step.rows.branch.max()))
+            seen["several"] += int((hosted.counts[:count, 1:] > 0).any(1).sum())
+            batch, shown = hosted.shown
+            of_rows = [batch.req_ids[i] for i in step.rows.request.tolist()]
+            seen["misnamed"] += shown.req_ids != of_rows
+            listed = step.batch.num_draft_tokens_per_req
+            whole = hosted.most * (hosted.length + 1) - 1
+            seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
+            for i in np.flatnonzero(hosted.winner[:count].numpy()):
+                row = int(np.flatnonzero(step.rows.request.numpy() == i)[0])
+                seen["won"] += 1
+                seen[f"won at {int(step.rows.base[row]) % size}"] += 1
+        finish()
+
+    with mock.patch.multiple(hosted, flat_drafts=drafted, finish=finished):
+        yield seen
 
 
 def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, Counter]:
-    """Results of `run_jobs` with drafts and branches of `source`, and what was seen."""
+    """Results of `run_jobs` with drafts and branches of `source`, and what `watched` has seen.
+
+    "one row": requests whose branches were all cut; "lookahead": of vLLM's scheduler.
+    """
     runner = runner_of(llm)
     hosted, scheduler = runner.speculator.branches, llm.llm_engine.engine_core.engine_core.scheduler
-    seen = Counter(lookahead=scheduler.num_lookahead_tokens)
-    flat_drafts, finish, found = hosted.flat_drafts, hosted.finish, {}
 
     def offered(slots, window, drafts):
         state, lookup = hosted.state, hosted.lookup
         for b, text in enumerate(texts_of(runner, slots)):
             most = int(state.requested[0, b])
-            found.update({"last": (int(slots[b]), text)})
             chain = source.chain(text, most) if most else None
             if chain is not None:
                 state.draft_length[b] = len(chain)
@@ -141,53 +161,43 @@ def run(llm, source: Any, jobs: dict, fault: str | None = None) -> tuple[dict, C
         after = lookup.branch_counts[: len(slots)].sum(1)
         seen["one row"] += int(((before > 0) & (after == 0)).sum())
 
-    def finished():
-        step = hosted.step
-        if step is not None:
-            seen["groups"] = len(hosted.caches.groups)
-            seen["rows"] = max(seen["rows"], 1 + int(step.rows.branch.max()))
-            batch, shown = hosted.shown
-            of_rows = [batch.req_ids[i] for i in step.rows.request.tolist()]
-            seen["misnamed"] += shown.req_ids != of_rows
-            listed = step.batch.num_draft_tokens_per_req
-            whole = hosted.most * (hosted.length + 1) - 1
-            seen["cut"] += int(((listed > hosted.length) & (listed < whole)).sum())
-            for i in np.flatnonzero(hosted.winner[: step.batch.num_reqs].numpy()):
-                row = int(np.flatnonzero(step.rows.request.numpy() == i)[0])
-                size = runner.cache_config.block_size
-                seen["won"] += 1
-                seen[f"won at {int(step.rows.base[row]) % size}"] += 1
-        finish()
-
-    with (
-        mock.patch.multiple(hosted, flat_drafts=offered, finish=finished),
-        FAULTS[fault] if fault else contextlib.nullcontext(),
-    ):
-        results = run_jobs(llm, jobs)
-    seen["last"] = found.get("last")
+    with watched(runner) as seen:
+        flat_drafts = hosted.flat_drafts
+        with (
+            mock.patch.object(hosted, "flat_drafts", offered),
+            FAULTS[fault] if fault else contextlib.nullcontext(),
+        ):
+            results = run_jobs(llm, jobs)
+    seen["lookahead"] = scheduler.num_lookahead_tokens
     return results, seen
 
 
-def difference_of_caches(llm, source: Any, none: Any, prompt: list[int], length: int):
-    """Compare what requests with branches leave in the caches with a prefill of the same text.
+def difference_of_caches(llm, source: Any, prompt: list[int], length: int) -> tuple[float, int]:
+    """Compare what requests with branches leave in the caches with a prefill of the same text."""
+    params = {"temperature": 0, "ignore_eos": True, "max_tokens": length}
+    runs = [partial(run, llm, each) for each in (source, NoBranches())]
+    return compare_caches(llm, prompt, params, runs)
+
+
+def compare_caches(
+    llm, prompt: list[int], params: dict, runs: list[Callable], unread: int = 1
+) -> tuple[float, int]:
+    """(largest difference of the entries of all full blocks and layers; steps that a branch won).
 
     Args:
-        none: a source of chains alone.
-
-    Returns:
-        (largest difference of the entries of all full blocks and layers; steps that a branch won).
+        runs: each runs jobs; the second has the whole text of the first as its prompt.
+        unread: last tokens of the text that are not compared.
     """
     runner, kept, won = runner_of(llm), [], 0
-    for each, most in ((source, length), (none, 1)):
+    for run, most in zip(runs, (params["max_tokens"], 1), strict=True):
         llm.reset_prefix_cache()
-        params = {"temperature": 0, "ignore_eos": True, "max_tokens": most}
-        _, seen = run(llm, each, {"a": {"prompts": [prompt], "params": params}})
+        _, seen = run({"a": {"prompts": [prompt], "params": {**params, "max_tokens": most}}})
         slot, text = seen["last"]
-        if not kept:
-            prompt = text
-        kept.append(cached_blocks(runner, slot, len(prompt) - 1))
+        prompt = prompt if kept else text
+        kept.append(cached_blocks(runner, slot, len(prompt) - unread))
         won += seen["won"]
-    return largest_difference(kept), won
+    apart = (float((one - other).abs().max()) for one, other in zip(*kept, strict=True))
+    return max(apart), won
 
 
 def _one_row_off(chain, logits, *rest, **options):

@@ -1,4 +1,4 @@
-"""Triton's interpreter (TRITON_INTERPRET=1): two repairs, and counts of bytes and of loads.
+"""Triton's interpreter (TRITON_INTERPRET=1): two repairs, and counts of bytes.
 
 Comparisons of Triton 3.9.0's interpreter keep their operands' dtype, so a mask made from scalars is
 refused ("mask has unsupported dtype"), and its functions of libdevice return None.
@@ -19,11 +19,7 @@ _LIBDEVICE = {"log1p": np.log1p, "isnan": np.isnan, "fast_expf": np.exp, "fast_l
 
 
 def repair() -> None:
-    """Patch the interpreter; later calls change nothing.
-
-    Raises:
-        RuntimeError: TRITON_INTERPRET is not 1, so the kernels are not interpreted.
-    """
+    """Patch the interpreter; later calls change nothing."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("Set TRITON_INTERPRET=1 before triton is imported.")
     builder = interpreter.InterpreterBuilder
@@ -41,12 +37,12 @@ def repair() -> None:
 
 @contextmanager
 def count_bytes() -> Iterator[Counter]:
-    """Count the bytes of unmasked lanes that kernels load and store within the context.
+    """Bytes of unmasked lanes "loaded" and "stored" (atomics: both) by kernels in the context.
 
-    Yields:
-        A Counter with "loaded", "stored" (bytes; an atomic counts as both) and "launches".
+    Also their "launches", and the "most loads" of one program, one after another.
     """
     counts: Counter = Counter()
+    loads: Counter = Counter()
     builder = interpreter.InterpreterBuilder
     executor = interpreter.GridExecutor
     before_load, before_store = builder.create_masked_load, builder.create_masked_store
@@ -54,6 +50,9 @@ def count_bytes() -> Iterator[Counter]:
 
     def load(self, ptrs, mask, *rest):
         counts["loaded"] += int(mask.data.sum()) * _width(ptrs)
+        program = counts["launches"], self.grid_idx
+        loads[program] += 1
+        counts["most loads"] = max(counts["most loads"], loads[program])
         return before_load(self, ptrs, mask, *rest)
 
     def store(self, ptrs, value, mask, *rest):
@@ -75,41 +74,6 @@ def count_bytes() -> Iterator[Counter]:
         mock.patch.object(executor, "__call__", launch),
     ):
         yield counts
-
-
-@contextmanager
-def count_loads() -> Iterator[Counter]:
-    """Count the loads that a program executes within the context, one after another.
-
-    Yields:
-        A Counter with those of each kernel's longest program.
-    """
-    longest: Counter = Counter()
-    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    load, begin, call = builder.create_masked_load, builder.set_grid_idx, executor.__call__
-    kernel, count = "", 0
-
-    def counted(self, *args):
-        nonlocal count
-        count += 1
-        longest[kernel] = max(longest[kernel], count)
-        return load(self, *args)
-
-    def begun(self, *place):
-        nonlocal count
-        count = 0
-        return begin(self, *place)
-
-    def launch(self, *args, **kwargs):
-        nonlocal kernel
-        kernel = self.fn.__name__
-        return call(self, *args, **kwargs)
-
-    with (
-        mock.patch.multiple(builder, create_masked_load=counted, set_grid_idx=begun),
-        mock.patch.object(executor, "__call__", launch),
-    ):
-        yield longest
 
 
 def _width(pointers) -> int:

@@ -12,21 +12,21 @@ PARENTS = (-1, -1, -1, 0, 0, 1, 3, 3, 6, -1)
 NAN, INF = float("nan"), float("inf")
 
 
-def _first_nan_wins(rows):
-    rows[:, 40] = INF
-    rows[:, [7, 30, 33]] = NAN
+def _with(columns, values):
+    """Change logits [N, V >= 64] in place."""
+
+    def change(rows):
+        rows[:, columns] = torch.tensor(values, dtype=rows.dtype)
+
+    return change
 
 
-def _all_masked(rows):
-    rows[:] = -INF
-
-
-def _infinite(rows):
-    rows[:, [36, 50]] = INF
-
-
-# Change logits [N, V >= 64] in place.
-UNUSABLE_ROWS = {"nan": _first_nan_wins, "masked": _all_masked, "infinite": _infinite}
+# The first NaN wins over an infinity.
+UNUSABLE_ROWS = {
+    "nan": _with([40, 7, 30, 33], [INF, NAN, NAN, NAN]),
+    "masked": _with(slice(None), -INF),
+    "infinite": _with([36, 50], INF),
+}
 
 
 def plain_vllm_tokens(logits, temperature):
@@ -104,7 +104,6 @@ def padded(
 
 
 def verify_flat(**chains) -> ChainResult:
-    """`verify_chain_padded` of what `padded` takes."""
     return verify_chain_padded(**padded(**chains))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,32 +28,18 @@ _ACCESS = r"{}\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)\s"
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel uses.
-
-    Attributes:
-        registers: per thread.
-        stack, shared: bytes of stack, where spilled registers go, and of shared memory.
-        narrow_loads: load instructions of a single 16-bit logit; streaming a row with them would
-            take eight times the instructions.
-        load_bits, store_bits: of the widest load from and store to global memory of a thread.
-    """
+    """What a compiled kernel uses, in bytes; registers and widest accesses of a thread."""
 
     registers: int
-    stack: int
+    stack: int  # where spilled registers go
     shared: int
-    narrow_loads: int
+    narrow_loads: int  # of a single 16-bit logit: a row would take eight times the instructions
     load_bits: int
     store_bits: int
 
 
 class Build(NamedTuple):
-    """A specialization of a kernel.
-
-    Attributes:
-        name: of the kernel.
-        arguments: its types and compile-time values by argument, as Triton specializes on them.
-        compiled: Triton's compiled kernel.
-    """
+    """A specialization of a kernel: types and compile-time values by argument, and Triton's."""
 
     name: str
     arguments: dict[str, Any]
@@ -61,19 +48,13 @@ class Build(NamedTuple):
 
 @dataclass
 class Builds:
-    """What a block of code launches.
-
-    Attributes:
-        built: by hash.
-        failed: (kernel, last line of the compiler's message), each once.
-    """
+    """What a block of code launches: by hash, and (kernel, last line of the compiler's message)."""
 
     built: dict[str, Build] = field(default_factory=dict)
     failed: dict[tuple[str, str], None] = field(default_factory=dict)
 
 
 def kernels_of_package() -> set[str]:
-    """Names of all kernels that `kernels/` launches."""
     names = [name for _, name, package in pkgutil.iter_modules(kernels.__path__) if not package]
     modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]
     return {
@@ -88,18 +69,9 @@ def kernels_of_package() -> set[str]:
 def compile_launches(capability: int) -> Iterator[Builds]:
     """Compile what is launched in a block in place of running it, on tensors of any device.
 
-    Triton specializes on the arguments as it does for serving: types, ones, multiples of 16. Meta
-    tensors take no memory; the address of a view of them is its offset, so views that are not
-    aligned are told from those that are.
-
-    Args:
-        capability: CUDA compute capability, 80, 90, 100, ...
-
-    Raises:
-        RuntimeError: kernels are interpreted (TRITON_INTERPRET=1).
+    Triton specializes on the arguments as it does for serving: types, ones, multiples of 16. The
+    address of a view of meta tensors is its offset: those that are not aligned are told apart.
     """
-    if triton.knobs.runtime.interpret:
-        raise RuntimeError("Unset TRITON_INTERPRET: interpreted kernels cannot be compiled.")
     builds = Builds()
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -127,8 +99,6 @@ def compile_launches(capability: int) -> Iterator[Builds]:
 @contextlib.contextmanager
 def launch_keys(capability: int) -> Iterator[dict[str, set[str]]]:
     """What is launched in a block, which does not run: keys of Triton's caches by kernel."""
-    if triton.knobs.runtime.interpret:
-        raise RuntimeError("Unset TRITON_INTERPRET: interpreted kernels have no keys.")
     found: dict[str, set[str]] = {}
 
     def bind_only(self, *args, grid, warmup, **kwargs):
@@ -142,21 +112,16 @@ def launch_keys(capability: int) -> Iterator[dict[str, set[str]]]:
 
 @contextlib.contextmanager
 def _in_place_of_run(run: Any, capability: int) -> Iterator[None]:
-    before, active = JITFunction.run, driver._active
-    try:
-        # One cache of specializations for every device number.
-        driver.set_active(
-            SimpleNamespace(
-                get_current_device=lambda: capability,
-                get_current_stream=lambda device: 0,
-                get_current_target=lambda: GPUTarget("cuda", capability, 32),
-            )
-        )
-        JITFunction.run = run
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("Unset TRITON_INTERPRET: interpreted kernels are not compiled.")
+    # One cache of specializations for every device number.
+    gpu = SimpleNamespace(
+        get_current_device=lambda: capability,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+    )
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(driver, "_active", gpu):
         yield
-    finally:
-        JITFunction.run = before
-        driver._active = active
 
 
 def spills_in_loops(build: Build) -> int:
@@ -177,11 +142,6 @@ def spills_in_loops(build: Build) -> int:
 
 
 def usage(build: Build) -> Usage:
-    """Read what the compiler says of a kernel.
-
-    Raises:
-        RuntimeError: it cannot be read.
-    """
     ptx, report = build.compiled.asm["ptx"], _dumped(build, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     if found is None:
@@ -197,7 +157,6 @@ def usage(build: Build) -> Usage:
 
 
 def _dumped(build: Build, what: str) -> str:
-    """What cuobjdump prints of a kernel."""
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory, "cubin")
         cubin.write_bytes(build.compiled.asm["cubin"])

@@ -1,8 +1,7 @@
 """What serving launches for a cascade: a proposal, and the target's verification of it.
 
-Whole programs on meta tensors, so that no compile-time argument can be forgotten; see
-`kernel_builds` for what becomes of the launches. Such tensors have no values: whatever reads one on
-the host, or has a shape or a branch that depends on one, raises.
+Whole programs on meta tensors, so that no compile-time argument can be forgotten, and whatever
+reads a value on the host raises; see `kernel_builds` for what becomes of the launches.
 """
 
 from __future__ import annotations
@@ -37,48 +36,28 @@ from .meta_tensors import empty, filters, floats, longs, targets
 
 @dataclass(frozen=True)
 class Cascade:
-    """A cascade, and the engine that it runs in.
+    """A cascade, and the engine that it runs in."""
 
-    Attributes:
-        lengths: draft length of every level, cheapest first.
-        horizontal_tokens: after the top level's draft.
-        shorter: draft lengths in the same memory, for which the scheduler may ask; none.
-        lowest: kind of level 0: "model", "ngram", "bigram", "suffix" or "sources".
-        sources: lookups of "sources", these in turn.
-        chooses: a model is the last one of "sources".
-        head: level 0 is a head of the target, or the last one of "sources" is.
-        rows: drafts of a request that the target verifies together.
-        store: tokens of a suffix level's store, 0 for none.
-        shared: most tokens of its shared outputs, 0 for none.
-        counted: levels that are bigram models.
-        exits: levels in the target's cache.
-        unverified: levels that pass on what is below.
-        unsure: levels whose drafts end by entropy.
-        capacity: most requests of a proposal.
-        groups: KV-cache groups.
-        slots: max_num_seqs.
-    """
-
-    lengths: tuple[int, ...]
-    lowest: str = "model"
-    sources: int = 3
-    chooses: bool = False
-    head: bool = False
-    rows: int = 1
-    shorter: tuple[int, ...] = ()
+    lengths: tuple[int, ...]  # of every level's drafts, cheapest first
+    lowest: str = "model"  # kind of level 0: or "ngram", "bigram", "suffix", "sources", ...
+    sources: int = 3  # lookups of "sources", all kinds in turn
+    chooses: bool = False  # a model is the last one of "sources"
+    head: bool = False  # level 0 is a head of the target, or the last one of "sources" is
+    rows: int = 1  # drafts of a request that the target verifies together
+    shorter: tuple[int, ...] = ()  # draft lengths in the same memory, which the scheduler asks for
     horizontal_tokens: int = 0
-    store: int = 0
-    shared: int = 0
-    counted: tuple[int, ...] = ()
-    exits: tuple[int, ...] = ()
-    unverified: tuple[int, ...] = ()
-    unsure: tuple[int, ...] = ()
+    store: int = 0  # tokens of a suffix level's store
+    shared: int = 0  # most tokens of its shared outputs
+    counted: tuple[int, ...] = ()  # levels that are bigram models
+    exits: tuple[int, ...] = ()  # levels in the target's cache
+    unverified: tuple[int, ...] = ()  # levels that pass on what is below
+    unsure: tuple[int, ...] = ()  # levels whose drafts end by entropy
     method: str = "block"
     vocab_size: int = 151936
     dtype: torch.dtype = torch.bfloat16
-    capacity: int = 64
-    groups: int = 1
-    slots: int = 1024
+    capacity: int = 64  # most requests of a proposal
+    groups: int = 1  # of the KV cache
+    slots: int = 1024  # max_num_seqs
     max_model_len: int = 40960
 
     def launch(self) -> None:
@@ -128,7 +107,8 @@ class Cascade:
         )
         if self.head:
             levels[0] = _Head(self, schedule, groups, text)
-        scheduled = schedule, levels, self._verifiers, groups, self.max_model_len
+        verifiers = ["none" if k in self.unverified else self.method for k in numbers]
+        scheduled = schedule, levels, verifiers, groups, self.max_model_len
         Program(*scheduled, thresholds, sources).run(bucket)
         # The target verifies as many tokens as the longest drafts have.
         rows = state.rows[-1]
@@ -139,24 +119,16 @@ class Cascade:
         }
         self.verify(rows, self.lengths[-1], drafts)
 
-    @property
-    def _verifiers(self) -> list[str]:
-        numbers = range(len(self.lengths))
-        return ["none" if k in self.unverified else self.method for k in numbers]
-
-    @property
-    def _texts(self) -> OrderedTexts:
-        return OrderedTexts(empty(self.store + 4096), empty(self.store))
-
     def _lookup(self) -> Any:
         device, successor = torch.device("meta"), empty(self.vocab_size)
+        texts = OrderedTexts(empty(self.store + 4096), empty(self.store)) if self.store else None
         shared = None
         if self.shared:
             shared, text = SharedOutputs(self.shared, device), empty(self.slots, self.max_model_len)
             shared.add(empty(meta.BATCH), empty(meta.BATCH), empty(self.slots), text)
         each = {
             "ngram": partial(lookup_ngram, shortest=1, longest=4),
-            "suffix": SuffixLookup(self._texts if self.store else None, 0.05, device, shared),
+            "suffix": SuffixLookup(texts, 0.05, device, shared),
             "bigram": lambda state, text: lookup_bigram(state, successor),
             "prediction": PredictionLookup(self.slots, self.max_model_len, device),
         }

@@ -1,8 +1,7 @@
 """Reference implementations of the kernels in plain torch, with the same uniforms.
 
-Softmax in float64, then ``vllm_hsd.rules``, one request at a time. Readable and slow; the tests
-and the GPU benchmark compare the kernels with them. Arguments are those of what they have the names
-of.
+Softmax in float64, then ``vllm_hsd.rules``, one request at a time. Names and arguments are those
+of the kernels.
 """
 
 from itertools import pairwise
@@ -23,23 +22,17 @@ from vllm_hsd.rules.tree import ROOT, Tree
 
 
 def uniforms(seeds, level: int, draws) -> torch.Tensor:
-    """``vllm_hsd.rules.rng.host_uniforms`` of int64 tensors."""
     return torch.from_numpy(host_uniforms(seeds.numpy(), np.int64(level), draws.numpy()))
 
 
 def scaled_logits(logits, temperature) -> torch.Tensor:
-    """logits / temperature in float32 as the kernels compute it, unscaled where it is 0.
-
-    Args:
-        logits: [N, V]; temperature: float32 [N].
-    """
+    """[N, V] logits / [N] temperature in float32 as kernels compute it, unscaled where it is 0."""
     # The kernels multiply by the float32 reciprocal.
     scale = torch.where(temperature > 0, 1 / torch.where(temperature > 0, temperature, 1.0), 1.0)
     return logits.float() * scale[:, None]
 
 
 def row_thresholds(logits, temperature, filters, *, index=None, rows_per_request=1) -> torch.Tensor:
-    """``vllm_hsd.kernels.filter_rows.row_thresholds``."""
     if index is None:
         index = torch.arange(len(logits)) // rows_per_request
     temperature = torch.where(index >= 0, temperature[index], 0.0)
@@ -98,12 +91,8 @@ def perturbed(logits, temperature, seeds, positions) -> torch.Tensor:
 def probabilities(logits, temperature) -> torch.Tensor:
     """softmax(logits / temperature) in float64; one-hot at the argmax where it is 0.
 
-    Args:
-        logits: [N, V]; temperature: float32 [N].
-
-    Returns:
-        [N, V]. A row that is invalid (a NaN or +inf in it, or only -inf) is NaN everywhere at a
-        temperature above 0, as in torch and vLLM. The argmax at 0 has NaN as the maximum.
+    A row that is invalid (a NaN or +inf in it, or only -inf) is NaN everywhere at a temperature
+    above 0, as in torch and vLLM. The argmax at 0 has NaN as the maximum.
     """
     x = scaled_logits(logits, temperature).double()
     one_hot = torch.nn.functional.one_hot(x.argmax(-1), x.shape[1]).double()
@@ -113,7 +102,7 @@ def probabilities(logits, temperature) -> torch.Tensor:
 def sample_row(
     logits, temperature, seeds, draws, *, level=0, draw_offset=0, thresholds=None, positions=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``vllm_hsd.kernels.sample_row.sample_row``; the logsumexp in float64."""
+    """The logsumexp in float64."""
     if thresholds is not None:
         logits = filtered(logits, temperature, thresholds)
     if positions is not None:
@@ -143,11 +132,13 @@ def verify_chain(
     draft_temperature=None,
 ) -> ChainResult:
     """Of chains whose tokens and rows are flat, one request at a time."""
-    cu = cu_num_draft_tokens.tolist()
     if draft_temperature is None:
         draft_temperature = temperature
-    results = []
-    for i, (begin, end) in enumerate(pairwise(cu)):
+    shape = len(cu_num_draft_tokens) - 1, max_draft_tokens + 1
+    token_ids = torch.full(shape, -1, dtype=torch.int64)
+    lse = torch.full(shape, float("nan"))
+    num_accepted = torch.zeros(shape[0], dtype=torch.int32)
+    for i, (begin, end) in enumerate(pairwise(cu_num_draft_tokens.tolist())):
         tokens = draft_token_ids[begin:end].clone()
         tokens[(tokens < 0) | (tokens >= target_logits.shape[1])] = -1
         n = end - begin
@@ -157,19 +148,13 @@ def verify_chain(
             draft = probabilities(draft_logits[begin:end], draft_temperature[i].expand(n))
         u = uniforms(seeds[i], level, draws[i] + torch.arange(n + 1))
         out = verify_chain_probs(target, draft, tokens, [n], method=method, uniforms=u)
-        accepted = int(out.num_accepted[0])
-        lse = torch.full((max_draft_tokens + 1,), float("nan"))
-        lse[: accepted + 1] = 0
+        num_accepted[i] = accepted = int(out.num_accepted[0])
+        token_ids[i, : out.token_ids.shape[1]] = out.token_ids[0]
+        lse[i, : accepted + 1] = 0
         if temperature[i] > 0:
             rows = target_logits[begin + i : begin + i + accepted + 1]
             scaled = scaled_logits(rows, temperature[i].expand(len(rows)))
-            lse[: accepted + 1] = scaled.double().logsumexp(-1).float()
-        results.append((out.token_ids[0].tolist(), accepted, lse))
-    token_ids = torch.full((len(results), max_draft_tokens + 1), -1, dtype=torch.int64)
-    for i, (row, *_) in enumerate(results):
-        token_ids[i, : len(row)] = torch.tensor(row)
-    num_accepted = torch.tensor([n for _, n, _ in results], dtype=torch.int32)
-    lse = torch.stack([lse for *_, lse in results])
+            lse[i, : accepted + 1] = scaled.double().logsumexp(-1).float()
     return ChainResult(token_ids, num_accepted, (token_ids >= 0).sum(-1).to(torch.int32), lse)
 
 
@@ -195,7 +180,7 @@ def verify_chain_padded(
     positions=None,
     position_skip=0,
 ) -> ChainResult:
-    """``vllm_hsd.kernels.chain_verify.verify_chain_padded`` where every request has a row."""
+    """Where every request has a row."""
     state = idx_mapping.long()
     owner = state.repeat_interleave(cu_num_logits.diff())
     if thresholds is not None:
@@ -246,7 +231,6 @@ def follow_branches(
     thresholds=None,
     positions=None,
 ) -> WalkResult:
-    """``vllm_hsd.kernels.branch_walk.follow_branches``: ``vllm_hsd.rules.branches.follow``."""
     batch, rows = offsets.shape
     state, first = idx_mapping.long(), cu_num_logits[:-1, None] + offsets
     branches = np.full((batch, rows - 1, max_tokens), -1, dtype=np.int64)
@@ -273,8 +257,7 @@ def follow_branches(
     )
     padded = np.full((batch, max_tokens + 1), -1, dtype=np.int64)
     padded[:, : token_ids.shape[1]] = token_ids[:, : max_tokens + 1]
-    found = (torch.from_numpy(values) for values in (padded, emitted, winner))
-    ids, num_emitted, winners = found
+    ids, num_emitted, winners = map(torch.from_numpy, (padded, emitted, winner))
     return WalkResult(ids, num_emitted.int(), winners.int())
 
 
@@ -290,7 +273,6 @@ def verify_tree(
     level=1,
     draft_temperature=None,
 ) -> TreeResult:
-    """``vllm_hsd.kernels.tree_verify.verify_tree``, one request at a time."""
     batch, rows, vocab_size = target_logits.shape
     if draft_temperature is None:
         draft_temperature = temperature

@@ -95,6 +95,5 @@ ALL = (
 
 
 def launch(cases: Iterable[Cascade | StockDrafter | Branches | SeveralDrafts | Trees]) -> None:
-    """Launch what each of them does."""
     for case in cases:
         case.launch()

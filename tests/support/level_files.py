@@ -25,15 +25,10 @@ class LevelFiles:
 def write_level_files(
     target: str, directory: Path, vocab_size: int = 5, trained: bool = False
 ) -> LevelFiles:
-    """Write a store of random text, and the target's own head with noise on every weight.
-
-    The EAGLE-3 head drafts all but one token; it is random or trained for some seconds.
-    """
-    eagle3 = directory / "eagle3"
-    eagle3.mkdir()
-    write_eagle3_head(target, eagle3, draft_vocabulary=vocab_size - 1, trained=trained)
+    """The store has random text, the exit head noise, the EAGLE-3 head all tokens but one."""
     names = ("layer-1", "store.safetensors", "eagle3")
     files = LevelFiles(*(str(directory / name) for name in names))
+    write_eagle3_head(target, Path(files.eagle3), vocab_size - 1, trained)
     text = np.random.default_rng(0).integers(0, vocab_size, 100 * vocab_size)
     write_store(collect_texts([text], vocab_size), files.store)
     own = target_head(target, layer=1)
@@ -50,9 +45,8 @@ def target_head(model: str, layer: int) -> ExitHead:
 
 def cascade(*levels: dict, **keys) -> dict:
     """{"speculative_config": ...} of method "hsd"; draft lengths are fixed unless keys say else."""
-    config = {"method": "hsd", "num_speculative_tokens": 5, "levels": list(levels)}
-    config = {**config, "adaptive": False, **keys}
-    return {"speculative_config": config}
+    keys = {"num_speculative_tokens": 5, "adaptive": False, **keys}
+    return {"speculative_config": {"method": "hsd", "levels": list(levels), **keys}}
 
 
 def every_kind(family, files: LevelFiles) -> dict[str, dict]:

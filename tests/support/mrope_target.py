@@ -42,11 +42,8 @@ def write_mrope_models(directory: Path) -> tuple[str, str]:
     return target, drafter
 
 
-def register_without_offsets() -> None:
-    """As `register`, but tokens behind the prompt are computed where a text without image would
-    have them.
-    """
-    register()
+def forget_offsets() -> None:
+    """Tokens behind the prompt are computed where a text without image would have them."""
     whole = RopeState.init_prefill_positions
 
     def wrong(self, req_idx, *rest, **named):

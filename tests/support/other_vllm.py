@@ -44,21 +44,6 @@ def missing_entrance() -> None:
     EngineArgs.__getattr__ = for_its_caller
 
 
-def wrapped_before() -> None:
-    """Another plugin that was loaded before ours."""
-    _wrap_by_another_plugin()
-
-
-def wrapped_after() -> None:
-    """Another plugin that was loaded after ours."""
-    from vllm_hsd import plugin
-    from vllm_hsd.host.hooks import REGISTRY
-
-    plugin.register()
-    REGISTRY.install()
-    _wrap_by_another_plugin()
-
-
 class Favors(LogitsProcessor):
     """Another plugin's processor of logits, which leaves one token."""
 
@@ -67,7 +52,8 @@ class Favors(LogitsProcessor):
         return logits
 
 
-def _wrap_by_another_plugin() -> None:
+def wrap() -> None:
+    """Another plugin that wraps what ours replaces."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler

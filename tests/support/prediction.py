@@ -12,18 +12,10 @@ from vllm_hsd.cascade.prediction_lookup import DOUBT, LONGEST
 
 @dataclass
 class Prediction:
-    """Of one request.
-
-    Attributes:
-        tokens: [n] int32.
-        begin: tokens of the prompt.
-        place, at: the last place, and the tokens of the text when it was found.
-    """
-
     tokens: np.ndarray
-    begin: int
-    place: int = 0
-    at: int = 0
+    begin: int  # tokens of the prompt
+    place: int = 0  # the last one
+    at: int = 0  # tokens of the text when it was found
 
     def __post_init__(self) -> None:
         self.at = self.begin
@@ -50,14 +42,10 @@ class Prediction:
 
 
 class PredictionLevel:
-    """Drafts the continuation of each request's prediction; nothing without one.
-
-    Attributes:
-        predictions: by slot.
-    """
+    """Drafts the continuation of each request's prediction; nothing without one."""
 
     def __init__(self) -> None:
-        self.predictions: dict[int, Prediction] = {}
+        self.predictions: dict[int, Prediction] = {}  # by slot
         self.committed: dict[int, int] = {}
 
     def read(self, texts: Texts) -> None:

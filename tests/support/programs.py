@@ -41,13 +41,7 @@ BLOCK_SIZE = 4
 
 
 class CachedTableLevel:
-    """A model that sees only what its KV cache holds: tokens, written where `slot_mapping` says.
-
-    Args:
-        table: distribution after every text that follows the prompt.
-        table_of_blocks: int32 [slots, blocks].
-        dtype: of its logits.
-    """
+    """A model that sees only what its KV cache holds: tokens, written where `slot_mapping` says."""
 
     in_target_cache = False
 
@@ -95,12 +89,9 @@ class Engine:
     """Requests, caches and levels for proposals of one schedule; the target is left to the tests.
 
     Args:
-        lengths, rounds, horizontal_tokens: of the levels; see `compile_schedule`.
-        verifiers, stopping: one per level.
-        batch: B; requests: how many of these rows are real.
-        vocabulary, dtype: of the rows.
+        batch, requests: rows of the state, and how many of them are real.
         sources: lookups next to the lowest level.
-        lookup: what level 0 is in the place of a model; see `program.ProgramLookup`.
+        lookup: what level 0 is in the place of a model.
         host: run it as a CPU does, see `host.host_program`.
         drafts: of each request that the only level draws.
     """
@@ -199,10 +190,7 @@ class Engine:
         steps=cascade_steps,
         selection: StepLevels | Callable[[ProposalState], StepLevels | None] | None = None,
     ) -> list[list[int]]:
-        """The drafts of all requests, on the host by some of the levels.
-
-        A function selects them after `HostProgram.begin`.
-        """
+        """The drafts of all requests, on the host by levels selected after `HostProgram.begin`."""
         steps.stage(
             self.state,
             self.schedule,
@@ -375,25 +363,14 @@ class TableCaches(LevelCaches):
 
 @contextmanager
 def reference_steps(engine: Engine, **replaced):
-    """Run the program with the references of all kernels; `replaced` overrides some of them.
-
-    Yields:
-        what to pass to `Engine.propose`.
-    """
-    names = ("stage", "commit_draft", "commit_verify", "commit_unverified", "collect")
-    names += ("begin_tail", "append_tail", "pass_on")
-    steps = SimpleNamespace(
-        place=partial(step_reference.place, tables=engine.blocks),
-        observe_target=step_reference.observe_target,
-        **{name: getattr(step_reference, name) for name in names},
-    )
+    """Run the program by all kernels' references, but for `replaced`; yields those of the steps."""
+    steps = step_reference.steps(engine.blocks)
     functions = {
-        "end_unsure_drafts": step_reference.end_unsure_drafts,
-        "pass_entropies_on": step_reference.pass_entropies_on,
-        "row_thresholds": reference.row_thresholds,
-        "sample_row": reference.sample_row,
+        **{name: getattr(steps, name) for name in ("end_unsure_drafts", "pass_entropies_on")},
+        **{name: getattr(reference, name) for name in ("row_thresholds", "sample_row")},
         "verify_chain_padded": reference.verify_chain_padded,
-    } | replaced
+        **replaced,
+    }
     with (
         mock.patch.multiple("vllm_hsd.cascade.program", cascade_steps=steps, **functions),
         mock.patch("vllm_hsd.host.host_program.cascade_steps", steps),

@@ -36,11 +36,7 @@ def poison_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TableLevel:
-    """A level whose next-token logits depend on the last token only, so that it needs no cache.
-
-    Args:
-        logits: [V, V], of the next token after each token.
-    """
+    """A level whose next-token logits [V, V] depend on the last token only: it needs no cache."""
 
     in_target_cache = False
 
@@ -53,18 +49,10 @@ class TableLevel:
 
 
 class GuardedState:
-    """A `ProposalState` whose tensors are the middle of larger ones, which must not change.
-
-    Args:
-        lookup: level 0 has no rows.
-    """
+    """A `ProposalState` whose tensors are the middle of larger ones, which must not change."""
 
     def __init__(
-        self,
-        schedule,
-        batch: int,
-        lookup: bool = False,
-        device: torch.device | str = "cpu",
+        self, schedule, batch: int, lookup: bool = False, device: torch.device | str = "cpu"
     ) -> None:
         dtypes = [None if lookup and k == 0 else torch.bfloat16 for k in range(schedule.num_levels)]
         state = ProposalState.allocate(
@@ -110,7 +98,6 @@ class GuardedState:
 
 
 def tensors_of(state: ProposalState) -> dict[str, torch.Tensor]:
-    """Every tensor of a state by name."""
     found: dict[str, torch.Tensor] = {}
     for field in fields(state):
         value = getattr(state, field.name)

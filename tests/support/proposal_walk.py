@@ -12,6 +12,7 @@ from support.proposal_states import (
     copied,
     runner_tensors,
 )
+from torch.utils._pytree import tree_map_only
 
 from vllm_hsd.cascade import cascade_steps, lookups
 from vllm_hsd.cascade.schedule import Draft, Lookup, Verify
@@ -27,11 +28,9 @@ def walk(
     device: str = "cpu",
     unverified: bool = False,
 ) -> None:
-    """Every op of a proposal by kernel and by reference, on states that must stay equal.
+    """Every op of a proposal by kernel and, on the CPU, by reference; states must stay equal.
 
-    Args:
-        unverified: levels pass on what is below.
-        device: of the kernels; the references run on the CPU.
+    Where `unverified`, levels pass on what is below.
     """
     g = torch.Generator().manual_seed(seed)
     guarded = GuardedState(schedule, batch, lookup, device=device)
@@ -43,57 +42,42 @@ def walk(
         getattr(state, name).copy_(left_over)
     # `groups` holds addresses of the tables, which must live as long.
     groups, kept = block_tables(seed, device=device)
-    tables = [table.cpu() for table in kept]
+    references = step_reference.steps([table.cpu() for table in kept])
+
+    def both(name: str, *given, steps=cascade_steps, **options) -> None:
+        """One step, by its kernel with all tensors on the device, and by its reference."""
+        moved, named = tree_map_only(torch.Tensor, lambda t: t.to(device), (given, options))
+        getattr(steps, name)(state, *moved, **named)
+        getattr(references, name)(expected, *given, **options)
+        assert_equal_states(state, expected)
+
     tensors = runner_tensors(seed, num_reqs, schedule.window)
-    tensors["scales"] = torch.tensor([0.5, 1.0, 2.0][: schedule.num_levels])
-    theirs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
-    cascade_steps.stage(state, schedule, **theirs)
-    step_reference.stage(expected, schedule, **tensors)
-    assert_equal_states(state, expected)
+    scales = torch.tensor([0.5, 1.0, 2.0][: schedule.num_levels])
+    both("stage", schedule, **tensors, scales=scales)
     for at, op in enumerate(schedule.ops):
         if at == schedule.tail:
-            cascade_steps.begin_tail(state, schedule)
-            step_reference.begin_tail(expected, schedule)
-            assert_equal_states(state, expected)
+            both("begin_tail", schedule)
         if isinstance(op, Lookup):
-            step = {"shortest": 1 + seed % 2, "longest": 3}
-            lookups.lookup_ngram(state, theirs["text"], **step)
-            step_reference.lookup_ngram(expected, tensors["text"], **step)
-            assert_equal_states(state, expected)
+            lengths = {"shortest": 1 + seed % 2, "longest": 3}
+            both("lookup_ngram", tensors["text"], steps=lookups, **lengths)
             continue
-        shared = seed % 2 == 0
-        cascade_steps.place(state, schedule, op, groups, MAX_MODEL_LEN, committed_too=shared)
-        step_reference.place(
-            expected, schedule, op, groups, MAX_MODEL_LEN, committed_too=shared, tables=tables
-        )
-        assert_equal_states(state, expected)
+        both("place", schedule, op, groups, MAX_MODEL_LEN, committed_too=seed % 2 == 0)
         count = batch * schedule.num_logits(op)
         logits = torch.randn(count, VOCABULARY, generator=g).bfloat16()
         if isinstance(op, Draft) or unverified:
-            taken = state.drafted[op.level - 1].clone()
-            on = () if isinstance(op, Draft) else (taken,)
-            name = "commit_unverified" if on else "commit_draft"
-            logits = logits[:batch]
             token = torch.randint(0, VOCABULARY, (batch,), generator=g)
-            drawn = (logits, token, *torch.randn(2, batch, generator=g))
-            given = (tensor.to(device) for tensor in drawn)
-            getattr(cascade_steps, name)(state, op, *given, *on)
-            getattr(step_reference, name)(expected, op, *drawn, *(each.cpu() for each in on))
+            drawn = (logits[:batch], token, *torch.randn(2, batch, generator=g))
+            if isinstance(op, Draft):
+                both("commit_draft", op, *drawn)
+            else:
+                taken = expected.drafted[op.level - 1].clone()
+                both("commit_unverified", op, *drawn, taken)
         else:
-            result, thresholds = random_result(op, expected, g), torch.randn(count, generator=g)
-            on_device = chain_verify.ChainResult(*(tensor.to(device) for tensor in result))
-            cascade_steps.commit_verify(
-                state, op, logits.to(device), on_device, thresholds.to(device)
-            )
-            step_reference.commit_verify(expected, op, logits, result, thresholds)
-        assert_equal_states(state, expected)
+            result = random_result(op, expected, g)
+            both("commit_verify", op, logits, result, torch.randn(count, generator=g))
     if schedule.horizontal_tokens:
-        cascade_steps.append_tail(state, schedule)
-        step_reference.append_tail(expected, schedule)
-        assert_equal_states(state, expected)
-    cascade_steps.collect(state, schedule)
-    step_reference.collect(expected, schedule)
-    assert_equal_states(state, expected)
+        both("append_tail", schedule)
+    both("collect", schedule)
     assert (state.draft_tokens >= 0).all() and (state.draft_tokens < VOCABULARY).all()
     assert (state.draft_length <= schedule.num_speculative_tokens).all()
     assert (state.draft_length > 0).any()

@@ -9,6 +9,7 @@ import contextlib
 import functools
 from functools import partial
 from typing import ClassVar
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -69,20 +70,15 @@ def _tensors(tree) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def capture(graph: RecordedGraph, *_args, **_kwargs):
     """In the place of `torch.cuda.graph`."""
-    kernels = JITFunction
-    launch = kernels.run
+    launch = JITFunction.run
 
     def run(self, *args, **kwargs):
         again = partial(_launch, launch, self, args, kwargs)
         graph.calls.append(again)
         again()
 
-    kernels.run = run
-    try:
-        with _Recorder(graph):
-            yield
-    finally:
-        kernels.run = launch
+    with mock.patch.object(JITFunction, "run", run), _Recorder(graph):
+        yield
 
 
 def _launch(launch, kernel, args, kwargs) -> None:
@@ -92,11 +88,7 @@ def _launch(launch, kernel, args, kwargs) -> None:
 
 
 def install(replace=setattr) -> None:
-    """Let vLLM's `CudaGraphManager` capture recorded graphs.
-
-    Args:
-        replace: sets an attribute, `monkeypatch.setattr` in a test.
-    """
+    """Let vLLM's `CudaGraphManager` capture them; `replace` may be `monkeypatch.setattr`."""
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -133,8 +125,7 @@ def plan_again(builder, metadata) -> None:
 def serve() -> None:
     """A patch for engines: their cascades draft by recorded graphs alone.
 
-    The CPU's attention plans its work on the host; here it makes a new plan where a GPU's attention
-    refreshes its own, so that the plan is part of the graph.
+    The CPU's attention makes a new plan in them where a GPU's refreshes its own.
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.platforms.cpu import CpuPlatform

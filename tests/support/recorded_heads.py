@@ -40,10 +40,7 @@ def install() -> None:
 
 
 def run_with_vllm_drafter(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
-    """The jobs, and drafts of vLLM's own drafter, which may be next to lookups.
-
-    Of greedy requests: text -> (draft, whether it is the head's).
-    """
+    """The jobs, and of greedy requests: text -> (draft of vLLM's drafter, whether the head's)."""
     from vllm_hsd.host.head_sources import HeadSources
 
     runner, noted = runner_of(llm), {}
@@ -67,43 +64,8 @@ def run_with_vllm_drafter(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
         return engines.run_jobs(llm, jobs), noted
 
 
-def install_in_turns() -> None:
-    """As `install`, in steps of any draft length or none, of some levels or all."""
-    from support import adversarial_depth
-
-    install()
-    adversarial_depth.install()
-    adversarial_depth.install_for_batches()
-
-
-def install_colder_in_turns() -> None:
-    """As `install_in_turns`; the target verifies drafts as drawn at another temperature."""
-    from benchmarks.gpu import faults
-
-    install_in_turns()
-    faults.install()
-
-
-def install_graphs() -> None:
-    """By CUDA graphs that read most steps and drop the drafts.
-
-    Note the logsumexp of the row of the head's first draft token after each text.
-    """
-    from support import steps_without_drafts
-
-    steps_without_drafts.install()
-    _note_logsumexps()
-
-
-def install_unread_graphs() -> None:
-    """The same; steps without drafts leave the levels' caches alone."""
-    from support import steps_without_drafts
-
-    steps_without_drafts.install_unread()
-    _note_logsumexps()
-
-
-def _note_logsumexps() -> None:
+def note_logsumexps() -> None:
+    """Note the logsumexp of the row of the head's first draft token after each text."""
     from vllm_hsd.host.speculator import CascadeSpeculator
 
     propose = CascadeSpeculator.propose
@@ -121,9 +83,8 @@ def _note_logsumexps() -> None:
     CascadeSpeculator.propose = noted
 
 
-def install_shifted() -> None:
-    """As `install`, with a head that reads each state a position too late."""
-    install()
+def shift() -> None:
+    """The head reads each state a position too late."""
     from vllm_hsd.host.target_head import ProgramHead
 
     take = ProgramHead.take_states
@@ -134,9 +95,8 @@ def install_shifted() -> None:
     ProgramHead.take_states = take_states
 
 
-def install_own_states() -> None:
-    """As `install`, with a head that keeps what it has computed of drafts from its own states."""
-    install()
+def keep_own_states() -> None:
+    """The head keeps what it has computed of drafts from its own states."""
     from vllm_hsd.host.target_head import ProgramHead
 
     read = ProgramHead._read
@@ -152,16 +112,15 @@ def install_own_states() -> None:
     ProgramHead._read = read_last
 
 
-def install_hasty() -> None:
-    """As `install`, with a head that in later rounds reads the last token alone."""
-    install()
+def hurry() -> None:
+    """In later rounds the head reads the last token alone."""
     from vllm_hsd.host.target_head import ProgramHead
 
     draft = ProgramHead._draft
     ProgramHead._draft = lambda self, state, back: draft(self, state, back) if back == 0 else None
 
 
-def install_colder() -> None:
+def verify_colder() -> None:
     """Levels verify what is below them as if it were drawn at a tenth of its temperature."""
     from vllm_hsd.cascade import program
 

@@ -1,7 +1,4 @@
-"""A plugin of pytest: which of our kernels tests launch, and with which checks.
-
-The variable HSD_TEST_KERNELS names the file. A line has "interpreter" or the checks, and a kernel.
-"""
+"""A plugin of pytest: which kernels tests launch, by "interpreter" or with which checks."""
 
 import os
 from pathlib import Path
@@ -16,7 +13,6 @@ LAUNCHED = set()
 
 
 def pytest_collection_finish() -> None:
-    """Record launches from here on."""
     kernels = InterpretedFunction if knobs.runtime.interpret else JITFunction
     run = kernels.run
 
@@ -29,5 +25,4 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write the file."""
     Path(os.environ["HSD_TEST_KERNELS"]).write_text("\n".join(sorted(LAUNCHED)))

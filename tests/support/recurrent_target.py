@@ -1,8 +1,4 @@
-"""A tiny target with recurrent layers (a Granite 4 with Mamba-2), and a drafter without any.
-
-vLLM's layers for CPUs lose the state when tokens are rejected. `use_kernels` gives the target the
-Triton kernels that GPUs run.
-"""
+"""A tiny target with recurrent layers (a Granite 4 with Mamba-2), and a drafter without any."""
 
 import importlib.util
 from pathlib import Path
@@ -59,7 +55,7 @@ def write_recurrent_models(directory: Path) -> tuple[str, str]:
 
 
 def use_kernels() -> None:
-    """Let Mamba-2 decode as on a GPU; called in the process of an engine."""
+    """A patch: Mamba-2 decodes as on a GPU; for CPUs it loses the state with rejected tokens."""
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 
@@ -90,8 +86,7 @@ def _for_gpus(name: str):
 
 
 def miscount() -> None:
-    """As `use_kernels`, but the layers are told of one accepted token more: a negative control."""
-    use_kernels()
+    """The layers are told of one accepted token more: a negative control of `use_kernels`."""
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
     after_sampling = MambaHybridModelState.postprocess_state

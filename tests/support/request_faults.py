@@ -1,8 +1,4 @@
-"""Errors that concern one request, raised wherever vLLM or this package looks at it.
-
-`install` and the other functions are general plugins of vLLM, given to
-`OpenAIServer(plugin=...)`. A request asks for its error by its seed.
-"""
+"""Plugins of `OpenAIServer`: errors of one request, which asks for them by its seed."""
 
 VALIDATED, ADDED, GRAMMAR, DRAFTED, VERIFIED = range(7001, 7006)
 

@@ -15,20 +15,13 @@ from vllm_hsd.cascade import row_layout
 
 
 class Rows(NamedTuple):
-    """The rows of a batch in its order, [n] int64 each.
-
-    Attributes:
-        request, branch: a row's request, and its number there; 0 is the chain.
-        chain: the row of its request's chain.
-        base: position of its root.
-        held: its inputs from the root on that mean something; 0: no blocks of its own.
-    """
+    """The rows of a batch in its order, [n] int64 each."""
 
     request: np.ndarray
-    branch: np.ndarray
-    chain: np.ndarray
-    base: np.ndarray
-    held: np.ndarray
+    branch: np.ndarray  # its number in the request; 0 is the chain
+    chain: np.ndarray  # the row of its request's chain
+    base: np.ndarray  # position of its root
+    held: np.ndarray  # inputs from the root on that mean something; 0: no blocks of its own
 
     @property
     def branches(self) -> np.ndarray:
@@ -37,12 +30,7 @@ class Rows(NamedTuple):
 
 
 def whole_rows(base: np.ndarray, chain: np.ndarray, branches: np.ndarray) -> Rows:
-    """All rows of requests whose roots are at base[i].
-
-    Args:
-        chain: [B] int64 tokens of the chains.
-        branches: [B, R - 1] int64 tokens of the branches, 0 for none.
-    """
+    """All rows of requests with roots at [B] base and tokens of [B] chains, [B, R - 1] branches."""
     size, most = len(base), branches.shape[1] + 1
     held = np.concatenate([chain[:, None] + 1, np.where(branches > 0, branches + 1, 0)], axis=1)
     request, branch = np.divmod(np.arange(size * most), most)
@@ -85,13 +73,8 @@ class PrivateBlocks(row_layout.PrivateBlocks):
         """Blocks [k] of winning branches with text after the root, and blocks [k] of the requests.
 
         The first one holds the position after the root: a root that ends a block has been computed
-        there by the chain, and other requests may share that block already.
-
-        Args:
-            rows: of the batch.
-            tables: of the rows.
-            winners: [w] int64 numbers of rows.
-            kept: [w] int64 draft tokens of each that are part of the text now, at least one.
+        there by the chain, and other requests may share that block already. `kept` draft tokens of
+        each winner are part of the text now, at least one.
         """
         found = []
         for row, base, count in zip(winners, rows.base[winners], kept, strict=True):

@@ -7,7 +7,8 @@ tokens can be enumerated. Results repeat: requests without a seed follow the eng
 import functools
 
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
-from support.tiny_models import EOS
+
+from vllm_hsd.tools.audit.tiny_models import EOS
 
 # A correct sampler fails one comparison with this probability.
 SIGNIFICANCE = 1e-6
@@ -68,10 +69,7 @@ def exact_distribution(model: str, case: str) -> dict[tuple[int, ...], float]:
 
 
 def p_values(model: str, cases: dict, result: dict) -> dict[str, float]:
-    """Chi-square p-values of the outputs of a `sampling_job` against the exact distribution.
-
-    Of the first COMPARED tokens, and of the last of them with all later, up to MAX_TOKENS.
-    """
+    """p-values of a `sampling_job`: of its first tokens; of the last of these with all later."""
     outputs = [tuple(output[0]["ids"][:MAX_TOKENS]) for output in result["outputs"]]
     found = {}
     for number, case in enumerate(cases):

@@ -1,7 +1,4 @@
-"""Greedy serving with known costs, in place of an engine: time is counted, not measured.
-
-The text of every request is written beforehand, and what each level says at each of its positions.
-"""
+"""Greedy serving of known texts with known costs and known guesses; time is not measured."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,14 +34,6 @@ def compute_bound(tokens):
 
 
 @dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
 class Guess(LookupLevel):
     """A lookup: right with probability `rate`, with an offer at a share `found` of positions."""
 
@@ -53,7 +42,7 @@ class Guess(LookupLevel):
     confidence: float | np.ndarray = 0.5
     seconds: float = SEARCH_SECONDS
 
-    def start(self, texts: np.ndarray, clock: Clock, seed: int) -> None:
+    def start(self, texts: np.ndarray, clock: SimpleNamespace, seed: int) -> None:
         rng = np.random.default_rng(seed)
         right = rng.random(texts.shape) < np.reshape(self.rate, (-1, 1))
         self.guesses = np.where(right, texts, (texts + 1) % VOCABULARY)
@@ -74,22 +63,16 @@ class Guess(LookupLevel):
 
 @dataclass
 class Drafter:
-    """A model: right with probability `rate` in the mean, and more often where it is sure.
-
-    Attributes:
-        rate: acceptance rate, one or one per request.
-        seconds: of a pass by tokens.
-        sureness: how far its confidence tells right from wrong; 0 for not at all.
-    """
+    """A model: right with probability `rate` in the mean, and more often where it is sure."""
 
     rate: float | np.ndarray
-    seconds: Callable[[int], float]
-    sureness: float = 1.0
+    seconds: Callable[[int], float]  # of a pass by tokens
+    sureness: float = 1.0  # how far its confidence tells right from wrong; 0 for not at all
     # See `HostProgram`; of the lowest level alone.
     timed = None
     context_length = UNLIMITED
 
-    def start(self, texts: np.ndarray, clock: Clock, seed: int) -> None:
+    def start(self, texts: np.ndarray, clock: SimpleNamespace, seed: int) -> None:
         rng = np.random.default_rng(seed)
         rate = np.broadcast_to(np.reshape(self.rate, (-1, 1)), texts.shape)
         spread = rng.beta(2 * rate, 2 * (1 - rate))
@@ -115,14 +98,9 @@ class Drafter:
 
 
 class TimedCascade(Cascade):
-    """Tells a budget of what its levels verify; of all levels, times by the clock.
+    """Tells a `HostBudget` of what its levels verify; of all levels, times by the clock."""
 
-    Args:
-        clock: of the simulation.
-        budget: the `HostBudget` that is told; None for none.
-    """
-
-    def __init__(self, levels, options, num_slots, clock: Clock, budget=None) -> None:
+    def __init__(self, levels, options, num_slots, clock: SimpleNamespace, budget=None) -> None:
         super().__init__(levels, options, num_slots)
         self.lowest = EndingDrafts(self.lookup, self.models, self.drafts[0])
         self.clock, self.budget, self.seconds = clock, budget, [0.0] * len(levels)
@@ -205,7 +183,6 @@ class Proposal:
         return 0
 
     def run(self, selection: StepLevels) -> None:
-        """Draft by some of the levels."""
         self.selection, requested = selection, self.requested[-1].numpy()
         requested[:] = np.minimum(requested, selection.draft_lengths[-1] if selection.levels else 0)
         if selection.most is not None and selection.levels:
@@ -218,27 +195,22 @@ class Proposal:
 class Serving:
     """`size` requests under a target whose step over n tokens takes target(n) seconds.
 
-    Attributes:
-        levels: cheapest first.
-        fixed: draft lengths of all levels; None to let the budget that serves adapt them, up to
-            `LENGTH`.
-        prompt: tokens that a request begins with, read in a step whose time is not observed; it
-            drafts nothing before its second token. 0: requests begin without any.
-        noise: spread of the logarithm of a step's time; one step in 100 takes ten times as long.
+    With a `prompt` of some tokens, read in a step whose time is not observed, a request drafts
+    nothing before its second token.
     """
 
     target: Callable
-    levels: list
+    levels: list  # cheapest first
     size: int = 1
-    fixed: tuple[int, ...] | None = None
-    noise: float = 0.05
+    fixed: tuple[int, ...] | None = None  # draft lengths; None: the budget adapts them to LENGTH
+    noise: float = 0.05  # spread of a step's log-time; one in 100 takes ten times as long
     prompt: int = 0
     lengths: list[float] = field(default_factory=list)
 
     def __post_init__(self):
         from vllm_hsd.host.host_budget import HostBudget
 
-        self.rng, self.clock = np.random.default_rng(5), Clock()
+        self.rng, self.clock = np.random.default_rng(5), SimpleNamespace(now=0.0)
         self.begun = np.zeros(0, dtype=np.int64)
         self.texts = np.random.default_rng(0).integers(0, VOCABULARY, (self.size, TEXT))
         self.tokens = self.texts.astype(np.int32)
@@ -259,14 +231,13 @@ class Serving:
         self.cached = np.tile(self.ends - 1, (len(self.levels), 1))
 
     def use(self, size: int) -> None:
-        """Serve so many of the requests from now on."""
         self.active = np.arange(size)
 
     def run(self, steps: int) -> float:
         """Tokens per second of `steps` steps, their times without noise."""
         tokens, began, extra = 0, self.clock.now, 0.0
         with (
-            mock.patch("vllm_hsd.budget.clock.seconds", self.clock),
+            mock.patch("vllm_hsd.budget.clock.seconds", lambda: self.clock.now),
             mock.patch("vllm_hsd.host.host_budget._agreed", lambda found: found()),
         ):
             for _ in range(steps):

@@ -9,8 +9,7 @@ from support import engines
 def run(llm, jobs: dict[str, dict]) -> dict:
     """The jobs of one request each, with the "steps" that drafted.
 
-    Of each step: whether all passes ran, how long the text was, whether the draft is the model's,
-    and the draft.
+    (whether all passes ran, length of the text, whether the draft is the model's, the draft).
     """
     from vllm_hsd.budget.further_passes import FurtherPasses
     from vllm_hsd.host.head_sources import HeadSources
@@ -55,7 +54,6 @@ def install() -> None:
 
 
 def install_turns() -> None:
-    """All passes run in each third step."""
     from vllm_hsd.budget.further_passes import FurtherPasses
 
     turns = itertools.count(1)
@@ -63,15 +61,13 @@ def install_turns() -> None:
 
 
 def install_all() -> None:
-    """All passes run in every step."""
     from vllm_hsd.budget.further_passes import FurtherPasses
 
     FurtherPasses.due = lambda self: True
 
 
-def install_unread() -> None:
-    """The same; a first pass that runs alone gives a token and leaves the model's cache alone."""
-    install()
+def leave_unread() -> None:
+    """A first pass that runs alone gives a token and leaves the model's cache alone."""
     from vllm_hsd.host.program_models import ProgramModel
     from vllm_hsd.host.speculator import CascadeSpeculator
 

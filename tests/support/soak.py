@@ -19,6 +19,7 @@ from support.soak_requests import Answer, SoakRequest
 # anything for so many seconds. How long it takes itself depends on the machine.
 OVERTAKEN_PER_STREAM = 20
 PATIENCE = 300.0
+FAULTS = ("wrong", "lost", "hung", "error")
 ABORTED_SHARE, STREAMED_SHARE = 0.08, 0.4
 SHARES = {"certain": 0.4, "sampled": 0.3, "structured": 0.15, "odd": 0.15}
 
@@ -33,28 +34,23 @@ class _HttpError(Exception):
 class Report:
     """What became of the requests of one soak.
 
-    Attributes:
-        outcomes: number of requests by outcome: "finished", "refused", "aborted" (by the client),
-            and the faults "wrong", "lost" (ended without an answer), "hung" and "error" (HTTP 5xx).
-        kinds: requests sent, by kind.
-        faults: what was wrong with the first few.
-        memory: (seconds since the start, role of a process -> resident MB).
-        preemptions: of requests, by the scheduler, in total.
-        leftover: what the server still counts as running, waiting or cached after the last answer.
+    Outcomes are "finished", "refused", "aborted" (by the client), and the faults "wrong", "lost"
+    (ended without an answer), "hung" and "error" (HTTP 5xx).
     """
 
     sent: int = 0
     outcomes: Counter = field(default_factory=Counter)
     kinds: Counter = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # the first few
+    # Seconds since the start, role of a process -> resident MB.
     memory: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     preemptions: int = 0
-    leftover: dict[str, float] = field(default_factory=dict)
+    leftover: dict[str, float] = field(default_factory=dict)  # on the server, after the last answer
     seconds: float = 0.0
 
     @property
     def fault_count(self) -> int:
-        return sum(self.outcomes[outcome] for outcome in ("wrong", "lost", "hung", "error"))
+        return sum(self.outcomes[outcome] for outcome in FAULTS)
 
     def growth(self, role: str) -> float:
         """Resident MB gained in the second half of the soak, by a straight line through it."""
@@ -66,7 +62,7 @@ class Report:
     def note(self, request: SoakRequest, outcome: str, detail: str = "") -> None:
         self.outcomes[outcome] += 1
         self.kinds[request.kind] += 1
-        if detail and len(self.faults) < 20:
+        if outcome in FAULTS and len(self.faults) < 20:
             params = {key: str(value)[:60] for key, value in request.params.items()}
             self.faults.append(f"{outcome}: {detail[:300]} for {params}")
 
@@ -91,38 +87,15 @@ def assert_clean(report: Report) -> None:
     assert not any(report.leftover.values()), str(report)
 
 
-def soak(
-    server: OpenAIServer,
-    requests: list[SoakRequest],
-    seconds: float,
-    *,
-    streams: int = 64,
-    patience: float = PATIENCE,
-    at_least: int = 0,
-    priorities: int = 1,
-) -> Report:
-    """Send requests in `streams` streams until the time is over, then wait for the last answers.
-
-    Args:
-        requests: each stream draws from them at random, by the SHARES of their kinds.
-        patience: seconds without any answer to any stream after which all requests are hung.
-        at_least: go on until so many were sent, whatever the time.
-        priorities: number of priorities among the requests, for a server that schedules by them.
-    """
-    report = Report()
-    watch = _HangWatch(patience, OVERTAKEN_PER_STREAM * streams)
-    plan = _Plan(server, requests, seconds, streams, watch, at_least, priorities, report)
+def soak(server: OpenAIServer, requests: list[SoakRequest], seconds: float, **options) -> Report:
+    """Send random requests, by the SHARES of their kinds, in many streams; options: see `_Plan`."""
+    plan = _Plan(server, requests, seconds, **options)
     asyncio.run(_soak(plan))
-    return report
+    return plan.report
 
 
 class _HangWatch:
-    """Ends requests by what the other streams get meanwhile, not by how long they take.
-
-    Args:
-        patience: seconds without an event on any stream after which every request is hung.
-        most_overtaken: answers to requests sent later after which one request is hung.
-    """
+    """Ends requests by what the other streams get meanwhile, not by how long they take."""
 
     def __init__(self, patience: float, most_overtaken: int) -> None:
         self.patience, self.most_overtaken = patience, most_overtaken
@@ -163,11 +136,14 @@ class _Plan:
     server: OpenAIServer
     requests: list[SoakRequest]
     seconds: float
-    streams: int
-    watch: _HangWatch
-    at_least: int
-    priorities: int
-    report: Report
+    streams: int = 64
+    patience: float = PATIENCE
+    at_least: int = 0  # sent, whatever the time
+    priorities: int = 1  # among the requests, for a server that schedules by them
+    report: Report = field(default_factory=Report)
+
+    def __post_init__(self) -> None:
+        self.watch = _HangWatch(self.patience, OVERTAKEN_PER_STREAM * self.streams)
 
 
 async def _soak(plan: _Plan) -> None:
@@ -205,14 +181,19 @@ async def _send(session, plan: _Plan, request: SoakRequest, draw: random.Random)
     if "prompt_logprobs" in request.params:  # vLLM does not stream these.
         aborted = streamed = False
     chunks = draw.randrange(6) if aborted else None
-    body = {**request.body, "stream": streamed}
+    body = {"model": "tiny", "prompt": request.prompt, "return_token_ids": True}
+    body |= {**request.params, "stream": streamed}
     if plan.priorities > 1:
         body["priority"] = draw.randrange(plan.priorities)
     try:
         async with plan.watch.limit():
             await _converse(session, plan, body, request, chunks)
     except _HttpError as error:
-        report.note(request, *_judge_error(request, error))
+        as_plain = request.expected is not None and request.expected[0].finish == "error"
+        if error.status >= 500:
+            report.note(request, "finished" if as_plain else "error", str(error))
+        else:
+            report.note(request, "refused" if request.refused else "wrong", str(error))
     except TimeoutError:
         report.note(request, "hung", "no answer while others were answered, or none to anybody")
     except (aiohttp.ClientError, json.JSONDecodeError, KeyError) as error:
@@ -258,14 +239,6 @@ async def _read_stream(
             choice["token_ids"] += part.get("token_ids") or []
             choice["finish_reason"] = part["finish_reason"] or choice["finish_reason"]
     raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-
-
-def _judge_error(request: SoakRequest, error: _HttpError) -> tuple[str, str]:
-    """Outcome and detail where the server answered with an error."""
-    if error.status >= 500:
-        as_plain = request.expected is not None and request.expected[0].finish == "error"
-        return ("finished", "") if as_plain else ("error", str(error))
-    return ("refused", "") if request.refused else ("wrong", str(error))
 
 
 def _fault_of(

@@ -1,7 +1,4 @@
-"""Servers that are broken on purpose, to show that the soak notices.
-
-Each function is a general plugin of vLLM, given to `OpenAIServer(plugin=...)`.
-"""
+"""Plugins of `OpenAIServer` that break it on purpose, to show that the soak notices."""
 
 import itertools
 

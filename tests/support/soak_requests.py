@@ -72,34 +72,17 @@ class Answer:
     finish: str
     text: str
 
-    @property
-    def own_text(self) -> str:
-        """Text of the token ids alone; `text` may begin with bytes of the prompt."""
-        return TOKENIZER.decode([token for token in self.ids if token != EOS])
-
 
 @dataclass
 class SoakRequest:
-    """A request and how to judge its answer.
+    """A request and how to judge its answer."""
 
-    Attributes:
-        kind: "certain", "sampled", "structured" or "odd".
-        expected: every choice, where plain vLLM's answer is not random.
-        refused: plain vLLM does not take the request.
-        judge: whether a choice of a random answer is right in form.
-    """
-
-    kind: str
+    kind: str  # "certain", "sampled", "structured" or "odd"
     prompt: list[int]
     params: dict[str, Any]
-    expected: list[Answer] | None = None
-    refused: bool = False
-    judge: Callable[[Answer], bool] = lambda answer: True
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The request for /v1/completions."""
-        return {"model": "tiny", "prompt": self.prompt, "return_token_ids": True, **self.params}
+    expected: list[Answer] | None = None  # every choice, where plain vLLM's answer is not random
+    refused: bool = False  # by plain vLLM
+    judge: Callable[[Answer], bool] = lambda answer: True  # the form of a random answer's choice
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -113,13 +96,8 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return found
 
 
-def catalog(seeded: bool = True) -> list[SoakRequest]:
-    """Every request of the soak; those of kind "certain" and "odd" wait for `expect`.
-
-    Args:
-        seeded: without, no request has a seed (plain vLLM on CPU dies where a seeded prompt is
-            prefilled in chunks).
-    """
+def catalog() -> list[SoakRequest]:
+    """Every request of the soak, without the answers to those of kind "certain" and "odd"."""
     base = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
     certain = [
         SoakRequest("certain", prompt, {**base, **CERTAIN[i % len(CERTAIN)]})
@@ -147,11 +125,7 @@ def catalog(seeded: bool = True) -> list[SoakRequest]:
         for request in odd_requests.table().values()
         if request.served
     ]
-    found = [*certain, *sampled, *structured, *odd]
-    if not seeded:
-        for request in found:
-            request.params = {k: v for k, v in request.params.items() if k != "seed"}
-    return found
+    return [*certain, *sampled, *structured, *odd]
 
 
 def _length_is(length: int, allowed: list[int] | None) -> Callable[[Answer], bool]:
@@ -161,33 +135,15 @@ def _length_is(length: int, allowed: list[int] | None) -> Callable[[Answer], boo
 
 def _is_valid(valid: Callable[[str], bool]) -> Callable[[Answer], bool]:
     def judge(answer: Answer) -> bool:
+        # Its text may begin with bytes of the prompt.
+        own = TOKENIZER.decode([token for token in answer.ids if token != EOS])
         # A grammar may still be open where max_tokens ends it.
         try:
-            return answer.finish == "length" or valid(answer.own_text)
+            return answer.finish == "length" or valid(own)
         except json.JSONDecodeError:
             return False
 
     return judge
-
-
-def expect(requests: list[SoakRequest], outputs: list) -> None:
-    """Note what a plain engine answered to the requests of kind "certain" and "odd".
-
-    Args:
-        outputs: of `support.engines.run_odd_jobs`, in the order of the requests.
-    """
-    odd = iter([request.exact for request in odd_requests.table().values() if request.served])
-    for request, output in zip(requests, outputs, strict=True):
-        certain = request.kind == "certain" or next(odd)
-        # HTTP also refuses a max_tokens that an engine would cut.
-        request.refused = isinstance(output, dict) or request.params["max_tokens"] > MAX_MODEL_LEN
-        if request.refused:
-            continue
-        if certain:
-            request.expected = [Answer(**sequence) for sequence in output]
-        else:
-            longest = min(request.params["max_tokens"], MAX_MODEL_LEN - len(request.prompt))
-            request.judge = lambda answer, longest=longest: 0 < len(answer.ids) <= longest
 
 
 def answered_catalog(target: str) -> list[SoakRequest]:
@@ -201,5 +157,17 @@ def answered_catalog(target: str) -> list[SoakRequest]:
     engine["reasoning_config"] = ReasoningConfig(**REASONING)
     # Plain vLLM ends on a CPU where a seeded prompt is prefilled in chunks.
     engine["max_num_batched_tokens"] = MAX_MODEL_LEN * len(waiting)
-    expect(waiting, run_engine(engine, {"": together}, work=run_odd_jobs)[""])
+    outputs = run_engine(engine, {"": together}, work=run_odd_jobs)[""]
+    odd = iter([request.exact for request in odd_requests.table().values() if request.served])
+    for request, output in zip(waiting, outputs, strict=True):
+        certain = request.kind == "certain" or next(odd)
+        # HTTP also refuses a max_tokens that an engine would cut.
+        request.refused = isinstance(output, dict) or request.params["max_tokens"] > MAX_MODEL_LEN
+        if request.refused:
+            continue
+        if certain:
+            request.expected = [Answer(**sequence) for sequence in output]
+        else:
+            longest = min(request.params["max_tokens"], MAX_MODEL_LEN - len(request.prompt))
+            request.judge = lambda answer, longest=longest: 0 < len(answer.ids) <= longest
     return found

@@ -116,7 +116,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def stand_in(owner: str, wrong: float = 0.0, incremental: bool = False) -> Iterator[str]:
-    """URL of a server."""
     attributes = {"owner": owner, "wrong": wrong, "incremental": incremental}
 
     with listening(type("Speaking", (Handler,), attributes)) as url:

@@ -3,6 +3,9 @@
 Arguments are those of the steps, whose names they have.
 """
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from support.kernel_reference import filtered
@@ -11,6 +14,11 @@ from vllm_hsd.cascade.proposal_state import COUNTS
 from vllm_hsd.cascade.schedule import Draft, Verify, first_draw
 from vllm_hsd.tools.planner.prompt_lookup import propose
 from vllm_hsd.tools.reference.stopping import entropy_nats
+
+
+def steps(tables) -> SimpleNamespace:
+    """All of them; tables: what groups.table_ptrs points at, int32 [slots, blocks]."""
+    return SimpleNamespace(**globals() | {"place": partial(place, tables=tables)})
 
 
 def stage(
@@ -29,7 +37,6 @@ def stage(
     most_drafted,
     scales,
     max_model_len,
-    verified=-1,
 ):
     state.row_of_slot.fill_(-1)
     state.num_reqs[0] = len(index)
@@ -60,11 +67,10 @@ def stage(
         state.draws[b] = first_draw(n)
         if slot >= 0:
             state.row_of_slot[slot] = b
-            state.counts[verified, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
+            state.counts[-1, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
 
 
 def place(state, schedule, op, groups, max_model_len, *, committed_too=True, lanes=0, tables):
-    """``cascade_steps.place``; tables: what groups.table_ptrs points at, int32 [slots, blocks]."""
     num_reqs, q = int(state.num_reqs), op.query_length
     top = schedule.num_levels - 1
     for b in range(state.batch):
@@ -168,7 +174,6 @@ def commit_unverified(state, op, logits, token_ids, lse, thresholds, taken):
 
 
 def lookup_ngram(state, text, *, shortest, longest):
-    """``lookups.lookup_ngram``."""
     for b in range(state.batch):
         requested, base, end = int(state.requested[0, b]), int(state.base[b]), int(state.end[b])
         tokens = []
@@ -179,7 +184,6 @@ def lookup_ngram(state, text, *, shortest, longest):
 
 
 def lookup_bigram(state, successor):
-    """``lookups.lookup_bigram``."""
     for b in range(state.batch):
         found: list[int] = []
         token = int(state.window[b, int(state.end[b]) - 1])
@@ -225,7 +229,6 @@ def _write_point_masses(rows, token_ids):
 
 
 def pass_entropies_on(thresholds, state):
-    """``entropy_stopping.pass_entropies_on``."""
     for b in range(state.batch):
         origin, n = int(state.origin[b]), int(state.drafted[0, b])
         if origin >= 0:
@@ -234,7 +237,6 @@ def pass_entropies_on(thresholds, state):
 
 
 def end_unsure_drafts(thresholds, state, op, logits, result=None):
-    """``entropy_stopping.end_unsure_drafts``."""
     k, measured = op.level, thresholds.stopping[op.level]
     width = len(logits) // state.batch
     for b in range(state.batch):
@@ -265,7 +267,6 @@ def end_unsure_drafts(thresholds, state, op, logits, result=None):
 
 
 def observe_target(thresholds, state, *, index, num_sampled, num_rejected):
-    """``entropy_stopping.observe_target``."""
     for i, slot in enumerate(index.tolist()):
         row, accepted = int(state.row_of_slot[slot]), int(num_sampled[i]) - 1
         if row >= 0 and accepted >= 0:

@@ -27,9 +27,8 @@ def install() -> None:
     CascadeSpeculator._ingest = with_prompts
 
 
-def install_unread() -> None:
-    """The same; steps without drafts leave the levels' caches alone."""
-    install()
+def leave_unread() -> None:
+    """Steps without drafts leave the levels' caches alone."""
     from vllm_hsd.host.speculator import CascadeSpeculator
 
     CascadeSpeculator._keep_up = lambda self, *args: True

@@ -1,8 +1,4 @@
-"""Tiny checkpoints for drafters of vLLM's own that are parts of models: EAGLE, MTP.
-
-They are random but for what they share with their target, so they guess badly: enough to see that
-what they draft is verified.
-"""
+"""Tiny checkpoints for vLLM's own EAGLE and MTP, random but for what they share with a target."""
 
 import json
 from pathlib import Path

@@ -12,14 +12,7 @@ from vllm_hsd.tools.planner.suffix_level import SuffixLevel
 
 
 class Requests:
-    """Texts whose ends may be unverified, in a state between poisoned memory.
-
-    Args:
-        texts: committed tokens of each request, and tokens drafted after them.
-        requested: most tokens of each.
-        length: most tokens of a draft.
-        device: of the state.
-    """
+    """Texts, of committed tokens and tokens drafted after them, in a state amid poisoned memory."""
 
     def __init__(self, texts, requested, length=8, device="cpu") -> None:
         schedule = schedule_of(length, lookup=True)

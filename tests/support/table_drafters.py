@@ -93,13 +93,7 @@ class TableDrafter:
 
 
 class TableCascade(CascadeSpeculator):
-    """The cascade without vLLM's models.
-
-    Args:
-        cascade: see `TableRunner`.
-        req_states: vLLM's table of requests.
-        draft: what a bigram level counts where there is no table.
-    """
+    """The cascade without vLLM's models; a bigram level counts `draft` where there is no table."""
 
     max_model_len = 0  # a property of the configuration in vLLM 0.33
 

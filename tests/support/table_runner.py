@@ -1,8 +1,7 @@
 """The sampling side of vLLM's runner with tables in the place of models.
 
-vLLM's own request table, sampler, drafter methods and rejection sampler run as in an engine; logits
-of target and drafter are rows of a table that the last token chooses. So the distribution of a text
-is known exactly.
+vLLM's own code runs as in an engine; logits of target and drafter are rows of a table that the last
+token chooses. So the distribution of a text is known exactly.
 """
 
 import itertools
@@ -40,14 +39,12 @@ class TableRunner:
 
     Args:
         target, draft: float32 [V, V], logits of the next token after each token.
-        params: sampling parameters of each request.
-        length: draft length K; with 0 the sampler draws without speculation.
+        length: of drafts; with 0 the sampler draws without speculation.
         keeps_rows: whether the drafter samples and keeps its rows, or drafts its argmax.
         ours: whether our verifier replaces vLLM's.
         prompt_length: tokens 0 that every text starts with.
         cascade: as configured, of levels {"model": table [V, V]}, in the place of `draft`.
         couples_all: as of a configuration with "verifier": "coupled".
-        drafter: vLLM's class of the drafter.
         adapts: whether drafts have confidences, for vLLM's adaptive verification.
     """
 
@@ -122,9 +119,8 @@ class TableRunner:
     def step(self, invalid: torch.Tensor | None = None, logits=None):
         """One step of the target, then a proposal; returns vLLM's `SamplerOutput`.
 
-        Args:
-            invalid: bool [rows] as vLLM marks draft tokens that a grammar refuses.
-            logits: called with the input tokens of the rows, in the place of the target's table.
+        `invalid` draft tokens [rows] are refused by a grammar; `logits` of input tokens may stand
+        in the place of the target's table.
         """
         batch = self.input_batch()
         rows = (logits or (lambda tokens: self.target[tokens]))(batch.input_ids.long())

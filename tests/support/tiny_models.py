@@ -1,29 +1,9 @@
-"""The random models of `vllm-hsd verify --self-test`, which most tests run on too."""
+"""Changed copies of the random models of `vllm-hsd verify --self-test`, on which most tests run."""
 
 from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
-
-from vllm_hsd.tools.audit.tiny_models import (
-    EOS,
-    NOISE,
-    Family,
-    build_family,
-    byte_tokenizer,
-    tiny_llama,
-)
-
-__all__ = [
-    "EOS",
-    "NOISE",
-    "Family",
-    "build_family",
-    "byte_tokenizer",
-    "resized",
-    "tiny_llama",
-    "with_sliding_window",
-]
 
 
 def resized(source: str, directory: Path, rows: int) -> str:

@@ -1,7 +1,4 @@
-"""Triton on a CPU in this process: `vllm_hsd.kernels.cpu_backend`, or Triton's interpreter.
-
-Where TRITON_INTERPRET is 1 kernels are interpreted; see `tests/kernels/test_every_kernel.py`.
-"""
+"""Triton on a CPU in this process: `vllm_hsd.kernels.cpu_backend`, or Triton's interpreter."""
 
 from triton import knobs
 

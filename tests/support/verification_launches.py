@@ -30,8 +30,7 @@ from . import meta_tensors as meta
 from .kernel_launches import Cascade, Level, stage
 from .meta_tensors import empty, filters, floats, longs, targets
 
-# Of a model that draws several drafts.
-_SLOTS, _LONGEST = 256, 40960
+_SLOTS, _LONGEST, _DRAFT = 256, 40960, 8
 
 
 @dataclass(frozen=True)
@@ -40,30 +39,23 @@ class StockDrafter:
 
     dtype: torch.dtype
     vocab_size: int = 151936
-    draft_length: int = 8
-    slots: int = 256
 
     def launch(self) -> None:
-        """Launch a draft step, of one token and of all at once, and the verification.
-
-        Also of tokens without rows, as the same drafter keeps none that drafts its argmax.
-        """
-        kept = empty(self.slots, self.draft_length, self.vocab_size, dtype=self.dtype)
-        kept_lse = floats(self.slots, self.draft_length)
+        """A draft step, of a token and of all, and the verification, of tokens without rows too."""
+        kept = empty(_SLOTS, _DRAFT, self.vocab_size, dtype=self.dtype)
+        kept_lse = floats(_SLOTS, _DRAFT)
         logits = empty(meta.BATCH, self.vocab_size, dtype=self.dtype)
         temperature, slots = floats(meta.BATCH), longs(meta.BATCH)
-        thresholds = row_thresholds(
-            logits, floats(self.slots), filters(self.slots), index=longs(meta.BATCH)
-        )
+        index = longs(meta.BATCH)
+        thresholds = row_thresholds(logits, floats(_SLOTS), filters(_SLOTS), index=index)
         inputs = temperature, longs(meta.BATCH), longs(meta.BATCH)
         _, lse = sample_row(logits, *inputs, thresholds=thresholds, positions=longs(meta.BATCH))
         for columns in (longs(), longs(meta.BATCH)):
             keep_rows(kept, kept_lse, logits, lse, temperature, thresholds, slots, columns)
-        cascade = Cascade(
-            (self.draft_length,), dtype=self.dtype, vocab_size=self.vocab_size, slots=self.slots
-        )
+        size = {"vocab_size": self.vocab_size, "slots": _SLOTS}
+        cascade = Cascade((_DRAFT,), dtype=self.dtype, **size)
         for rows, lse in ((kept, kept_lse), (None, None)):
-            cascade.verify(rows, self.draft_length, {"draft_lse": lse})
+            cascade.verify(rows, _DRAFT, {"draft_lse": lse})
 
 
 @dataclass(frozen=True)
@@ -162,11 +154,9 @@ class Trees:
 
     nodes: int = MAX_NODES
     dtype: torch.dtype = torch.bfloat16
-    vocab_size: int = 151936
 
     def launch(self) -> None:
-        """Launch it."""
-        target = empty(meta.BATCH, self.nodes + 1, self.vocab_size, dtype=self.dtype)
+        target = empty(meta.BATCH, self.nodes + 1, 151936, dtype=self.dtype)
         tree = longs(meta.BATCH, self.nodes)
         inputs = floats(meta.BATCH), longs(meta.BATCH), longs(meta.BATCH)
         verify_tree(target, target, tree, tree, *inputs)
@@ -182,7 +172,6 @@ class SeveralDrafts:
     vocab_size: int = 151936
 
     def launch(self) -> None:
-        """Launch what a step does."""
         schedule = compile_schedule([LevelOptions(self.length)], drafts=self.rows)
         state = ProposalState.allocate(
             schedule,

@@ -25,11 +25,7 @@ _PACKAGES = (
 
 
 def load_v2_sampler() -> tuple[Callable, Callable, Callable]:
-    """Functions (rejection_sample, apply_temperature, gumbel_sample) of the installed vLLM.
-
-    Raises:
-        ImportError: no vLLM is installed, or its modules are laid out differently.
-    """
+    """Functions (rejection_sample, apply_temperature, gumbel_sample) of the installed vLLM."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("vllm is not installed")

@@ -3,8 +3,7 @@
 A GPU runs the warps of a program at the same time, up to a barrier. Two accesses of one address
 race if one of them writes, no barrier lies between them and not one thread does both. All threads
 load a scalar and one stores it; lanes of a tensor have threads of their own where there are enough.
-Writes of equal values do not race, nor do those that change nothing. Accesses are compared by the
-address that they begin at.
+Writes of equal values do not race, nor do those that change nothing.
 """
 
 import sys

@@ -1,35 +1,24 @@
 """The trained tiny models in benchmarks/models."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+from benchmarks.common import MODELS
+
 TEXT = 'def read_lines(path):\n    """Return the lines of a file as a list."""\n    with open(path'
 
 
-@pytest.fixture(scope="module")
-def models():
-    torch.set_num_threads(1)
-    return {
-        name: AutoModelForCausalLM.from_pretrained(MODELS / name)
-        for name in ("target", "mid", "small")
-    }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(MODELS / "target")
-
-
 @torch.no_grad()
-def test_published_overlaps_hold_on_text_sampled_now(models, tokenizer):
+def test_published_overlaps_hold_on_text_sampled_now():
     """A weight file that does not belong to overlaps.csv fails."""
+    torch.set_num_threads(1)
+    names = ("target", "mid", "small")
+    models = {name: AutoModelForCausalLM.from_pretrained(MODELS / name) for name in names}
     torch.manual_seed(1)
-    ids = tokenizer(TEXT, return_tensors="pt")
+    ids = AutoTokenizer.from_pretrained(MODELS / "target")(TEXT, return_tensors="pt")
     first = ids.input_ids.shape[1]
     text = models["target"].generate(
         **ids, do_sample=True, top_k=0, max_new_tokens=64, min_new_tokens=64, num_return_sequences=8

@@ -2,21 +2,18 @@
 
 import csv
 import re
-from pathlib import Path
 
 import torch
 
-from benchmarks import common
+from benchmarks.common import REPOSITORY, write_csv
 from benchmarks.kernels import cpu_matmul_rows
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_make_bench_runs_every_benchmark():
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (REPOSITORY / "Makefile").read_text()
     scripts = {
-        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-        for path in (ROOT / "benchmarks").rglob("*.py")
+        path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+        for path in (REPOSITORY / "benchmarks").rglob("*.py")
         if '__name__ == "__main__"' in path.read_text() and "models" not in path.parts
     }
     run = set(re.findall(r"-m (benchmarks[\w.]+)", makefile))
@@ -24,7 +21,7 @@ def test_make_bench_runs_every_benchmark():
 
 
 def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path):
-    common.write_csv(tmp_path / "new" / "rows.csv", [{"x": 1, "rate": 0.5}, {"x": 2, "rate": 1.0}])
+    write_csv(tmp_path / "new" / "rows.csv", [{"x": 1, "rate": 0.5}, {"x": 2, "rate": 1.0}])
     with (tmp_path / "new" / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["rate"] for row in rows] == ["0.5000", "1.0000"]

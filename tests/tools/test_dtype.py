@@ -1,7 +1,8 @@
 """The dtype of engines on a CPU: probed, explained, remembered."""
 
+import contextlib
 import json
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -9,43 +10,29 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.tools import dtype
 
 
-class FakeEngine:
-    """An engine that takes `seconds[dtype]` per pass, or breaks."""
-
-    started = 0
-
-    def __init__(self, seconds: dict[str, float | None], arguments: dict[str, Any]) -> None:
-        self.seconds = seconds[arguments["dtype"]]
-
-    def __enter__(self) -> "FakeEngine":
-        FakeEngine.started += 1
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def wait(self) -> None:
-        if self.seconds is None:
-            raise UserError("the probe ended early with signal SIGILL.")
-
-    def generate(self, prompts: list, params: dict) -> None:
-        self.wait()
-
-    def call(self, function: Any, tokens: int) -> float | None:
-        return self.seconds
-
-
 @pytest.fixture
 def probe(monkeypatch, tmp_path, family):
-    """A function of (bfloat16, float32) seconds, None for a crash -> the choice."""
+    """A function of (bfloat16, float32) seconds of a pass, None for a crash -> the choice.
+
+    It counts the engines that started.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(FakeEngine, "started", 0)
 
     def run(fast: float | None, exact: float | None) -> dtype.Choice:
         seconds = {"bfloat16": fast, "float32": exact}
-        monkeypatch.setattr(dtype, "EngineProcess", lambda args, name: FakeEngine(seconds, args))
+
+        @contextlib.contextmanager
+        def engine(arguments, name):
+            run.started += 1
+            taken = seconds[arguments["dtype"]]
+            crash = None if taken else UserError("the probe ended early with signal SIGILL.")
+            work = mock.Mock(side_effect=crash)
+            yield mock.Mock(wait=work, generate=work, call=lambda function, tokens: taken)
+
+        monkeypatch.setattr(dtype, "EngineProcess", engine)
         return dtype.choose_dtype(family.target)
 
+    run.started = 0
     return run
 
 
@@ -66,7 +53,7 @@ def test_an_engine_that_runs_in_no_dtype_is_an_error(probe):
 
 def test_the_outcome_is_kept_for_the_next_process(probe, tmp_path):
     first = probe(1.0, 2.0)
-    assert probe(3.0, 2.0) == first and FakeEngine.started == 2
+    assert probe(3.0, 2.0) == first and probe.started == 2
     (file,) = (tmp_path / "vllm-hsd").iterdir()
     file.write_text("damaged")
     assert probe(3.0, 2.0).dtype == "float32"

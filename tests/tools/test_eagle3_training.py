@@ -36,10 +36,8 @@ def shards(target, family, tmp_path_factory):
     for i in range(48):
         tokens = torch.randint(2, family.vocabulary, (12 + i % 7 * 5,)).tolist()
         chats.append(Chat(tuple(tokens[:6]), tuple(tokens[6:]), float(i % 2)))
-    for k in range(2):
-        write_shard(
-            directory / f"{k}.safetensors", target, chats[24 * k : 24 * k + 24], LAYERS, 100
-        )
+    for name, part in (("0.safetensors", chats[:24]), ("1.safetensors", chats[24:])):
+        write_shard(directory / name, target, part, LAYERS, 100)
     return directory
 
 
@@ -100,11 +98,8 @@ def test_training_goes_on_bit_for_bit_where_it_stopped(training, target, shards,
     assert third.load(tmp_path / "state")["batch"] == 3
     parts += steps(third, shards, 3, 6)
     assert whole == parts and [len(losses) for losses in whole] == [1, 1, 2, 2, 3, 3]
-    for kind in ("head", "average"):
-        for a, b in zip(
-            getattr(training, kind).parameters(), getattr(third, kind).parameters(), strict=True
-        ):
-            assert a.equal(b)
+    for one, other in ((training.head, third.head), (training.average, third.average)):
+        assert all(a.equal(b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert not training.head.fc.weight.equal(training.average.fc.weight)
 
 
@@ -113,11 +108,7 @@ def test_vllm_drafts_the_same_tokens(training, target, family, shards, tmp_path)
     save_head(training.head, tmp_path / "head")
     head = load_head(tmp_path / "head")
     prompt = [(7 * i) % 50 + 3 for i in range(11)]
-    speculative = {
-        "method": "eagle3",
-        "model": str(tmp_path / "head"),
-        "num_speculative_tokens": 4,
-    }
+    speculative = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 4}
     job = {"prompts": [prompt], "params": {"temperature": 0, "max_tokens": 40}}
     results, found = run_engine(
         {"model": family.target, "speculative_config": speculative},

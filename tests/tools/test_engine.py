@@ -7,6 +7,7 @@ import time
 import pytest
 from support.engines import ENGINE_DEFAULTS, PROMPTS, forked, started
 from support.level_files import cascade
+from support.marks import slow
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.engine import EngineProcess
@@ -29,9 +30,8 @@ def test_calls_are_answered_in_turn_and_output_goes_to_the_log(worker):
 
 
 def test_an_exception_is_reported_and_the_process_goes_on(worker):
-    with pytest.raises(
-        UserError, match=r"^the worker failed: division by zero \(log: .*log\)\.\n"
-    ) as caught:
+    said = r"^the worker failed: division by zero \(log: .*log\)\.\n"
+    with pytest.raises(UserError, match=said) as caught:
         worker.call(operator.truediv, 1, 0)
     assert "ZeroDivisionError" in caught.value.__notes__[0]
     assert "Traceback" in worker.log.read_text()
@@ -118,21 +118,14 @@ def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family):
     assert first == again and first[1] < 12
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param(forked, id="forked"),
-        pytest.param(dict, id="spawned", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("start", [forked, *slow(dict)], ids=["forked", "spawned"])
 def test_text_arrives_while_it_is_generated(text_family, tmp_path, start):
     arguments = {**ENGINE_DEFAULTS, "model": text_family.target, "skip_tokenizer_init": False}
     pieces: list[tuple[int, str]] = []
     with EngineProcess(arguments, log=tmp_path / "log", **start()) as engine:
-        params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-        found = engine.generate(["ab", "cd"], params, lambda i, text: pieces.append((i, text)))
+        found = engine.generate(["ab", "cd"], GREEDY, lambda i, text: pieces.append((i, text)))
         # The pipe holds nothing else afterwards.
-        assert engine.generate(["ab"], params).token_ids == found.token_ids[:1]
+        assert engine.generate(["ab"], GREEDY).token_ids == found.token_ids[:1]
     assert len(pieces) > 4
     for i, text in enumerate(found.texts):
         assert "".join(piece for index, piece in pieces if index == i) == text

@@ -32,11 +32,8 @@ def items(directory) -> list[Item]:
     """Stand-ins, where no conftest.py of this repository takes time to import."""
     file = shutil.copy(proof_items.__file__, directory)
     figure = {"x": "x", "measures": {"ms": "ms"}, "line": "x"}
-    limits = {"hanging": 8}
-    return [
-        Item(name, f"claim of {name}", limits.get(name, 300), f"{file}::test_{name}", figure)
-        for name in NAMES
-    ]
+    limits = dict.fromkeys(NAMES, 300) | {"hanging": 8}
+    return [Item(n, f"claim of {n}", limits[n], f"{file}::test_{n}", figure) for n in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +138,9 @@ def test_every_item_fits_a_command_twice():
 
 
 def test_a_part_is_run_once_for_one_host_and_code(tmp_path):
-    def find(value, origin="a", seconds=60, ends=float("inf")):
+    def find(value, origin="a", ends=float("inf")):
         setting = Setting("cpu", tmp_path, "item", {"code": origin}, ends)
-        return setting.part("n-gram 3 / 4", lambda: {"value": value}, seconds)
+        return setting.part("n-gram 3 / 4", lambda: {"value": value}, seconds=60)
 
     assert find(1, ends=time.time() + 30) is None
     assert find(2) == find(3) == find(4, ends=0) == {"value": 2}
@@ -162,39 +159,32 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def without_vllm(directory) -> dict[str, str]:
-    """The environment of a process that finds neither vLLM nor pydantic, nor git."""
+def run_without_vllm(directory, *command: str, **environment: str) -> None:
+    """A module in a process that finds neither vLLM nor pydantic, nor git."""
     (directory / "sitecustomize.py").write_text(BLOCKED)
     path = os.pathsep.join([str(directory), str(REPOSITORY)])
-    return os.environ | {"PYTHONPATH": path, "PATH": str(directory)}
+    environment = os.environ | {"PYTHONPATH": path, "PATH": str(directory)} | environment
+    command = (sys.executable, "-m", *command)
+    found = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+WITHOUT_VLLM = [item for item in ITEMS if not item.needs_vllm]
+ALL = [item.name for item in WITHOUT_VLLM]
 
 
 def test_items_that_promise_it_start_without_vllm(tmp_path):
-    nodes = [item.node for item in ITEMS if not item.needs_vllm]
-    assert len(nodes) == 4
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    found = subprocess.run(
-        [*command, *nodes], cwd=REPOSITORY, env=without_vllm(tmp_path), capture_output=True
-    )
-    assert found.returncode == 0, found.stdout.decode()
+    assert len(WITHOUT_VLLM) == 4
+    nodes = (item.node for item in WITHOUT_VLLM)
+    run_without_vllm(tmp_path, "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *nodes)
 
 
-WITHOUT_VLLM = tuple(item.name for item in ITEMS if not item.needs_vllm)
-
-
-@pytest.mark.parametrize("names", [("kernel_times",), *slow(WITHOUT_VLLM)], ids=["one", "all"])
+@pytest.mark.parametrize("names", [["kernel_times"], *slow(ALL)], ids=["one", "all"])
 def test_kernel_items_run_without_vllm_and_git(tmp_path, names):
     for tool in ("gcc", "as", "ld"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
-    toy = {TOY: "1", "TRITON_CPU_FLAGS": "-O0"}
-    command = [sys.executable, "-m", "benchmarks.gpu.prove", "--output", str(tmp_path / "gpu")]
-    found = subprocess.run(
-        [*command, "--items", *names],
-        cwd=REPOSITORY,
-        env=without_vllm(tmp_path) | toy,
-        capture_output=True,
-    )
-    assert found.returncode == 0, found.stdout.decode() + found.stderr.decode()
+    command = "benchmarks.gpu.prove", "--output", str(tmp_path / "gpu"), "--items", *names
+    run_without_vllm(tmp_path, *command, TRITON_CPU_FLAGS="-O0", **{TOY: "1"})
     results = {n: json.loads((tmp_path / f"gpu/items/{n}.json").read_text()) for n in names}
     assert {result["verdict"] for result in results.values()} == {"passed"}
     assert results["kernel_times"]["left_out"]
@@ -207,22 +197,18 @@ def test_an_item_of_skipped_tests_could_not_run(tmp_path):
     assert (result["verdict"], result["reason"]) == ("could not run", "no CUDA device")
 
 
-def chain(rng, vocabulary: int, count: int, length: int):
-    """(logits of the next token after each token, texts drawn from them)."""
+def test_exact_text_passes_and_biased_text_does_not():
+    """A hundred texts, in which a token depends on the one before."""
+    rng, vocabulary = np.random.default_rng(0), 20
     logits = torch.from_numpy(rng.normal(size=(vocabulary, vocabulary)) * 2)
     probs = logits.softmax(-1).numpy()
-    texts = np.zeros((count, length + 1), dtype=np.int64)
-    for t in range(length):
-        cumulated = probs[texts[:, t]].cumsum(1)
-        texts[:, t + 1] = (rng.random((count, 1)) > cumulated).sum(1).clip(max=vocabulary - 1)
-    return logits, torch.from_numpy(texts)
-
-
-def test_exact_text_passes_and_biased_text_does_not():
-    rng = np.random.default_rng(0)
-    logits, texts = chain(rng, 20, 100, 60)
+    drawn = np.zeros((100, 61), dtype=np.int64)
+    for t in range(60):
+        cumulated = probs[drawn[:, t]].cumsum(1)
+        drawn[:, t + 1] = (rng.random((100, 1)) > cumulated).sum(1).clip(max=vocabulary - 1)
 
     def p_value(logits) -> float:
+        texts = torch.from_numpy(drawn)
         return pit.p_value([pit.places(logits[text[:-1]], text[1:]) for text in texts])
 
     assert p_value(logits) > pit.PASSES

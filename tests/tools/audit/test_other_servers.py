@@ -1,13 +1,10 @@
 """`vllm-hsd verify --url` at servers that speak the protocols of SGLang and llama.cpp."""
 
-import json
-
 import pytest
 from support.stand_in_servers import stand_in
 
 from vllm_hsd.tools.audit.other_servers import LlamaCppServer, SGLangServer, connect
 from vllm_hsd.tools.audit.servers import Server
-from vllm_hsd.tools.cli import main as cli
 
 CLASSES = {"sglang": SGLangServer, "llamacpp": LlamaCppServer, "vllm": Server}
 
@@ -28,19 +25,14 @@ def test_tokens_of_both_ways_of_streaming(incremental):
 
 @pytest.mark.parametrize("owner", ["sglang", "llamacpp"])
 @pytest.mark.parametrize("wrong", [0.0, 0.15])
-def test_verify_at_other_servers(tmp_path, capsys, owner, wrong):
+def test_verify_at_other_servers(judged, owner, wrong):
     with stand_in(owner, wrong) as url, stand_in(owner) as plain:
-        arguments = ["verify", "--url", url, "--plain-url", plain, "--dtype", "float32"]
-        arguments += ["--temperatures", "0,1", "--tokens", "2048", "--workload", "steady"]
-        status = cli.main([*arguments, "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "verify.json").read_text())
+        status, found = judged(url, plain, "--temperatures", "0,1", "--tokens", "2048")
     assert status == (1 if wrong else 0), found["verdict"]
     assert found["greedy"]["passed"] and found["sampled"]["tokens"] == 2048
-    capsys.readouterr()
 
 
-def test_what_sglang_cannot_show_is_said(tmp_path, capsys):
+def test_what_sglang_cannot_show_is_said(error):
     with stand_in("sglang") as url:
-        arguments = ["verify", "--url", url, "--plain-url", url, "--top-p", "0.9"]
-        status = cli.main([*arguments, "--temperatures", "1", "--output", str(tmp_path)])
-    assert status == 2 and "leave out --top-p below 1" in capsys.readouterr().err
+        said = error("--url", url, "--plain-url", url, "--top-p", "0.9", "--temperatures", "1")
+    assert "leave out --top-p below 1" in said

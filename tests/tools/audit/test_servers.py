@@ -2,7 +2,6 @@
 
 import json
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from support.stand_in_servers import VOCABULARY, listening, logprobs_after
 
 from vllm_hsd.tools.audit.quantiles import token_ranges
 from vllm_hsd.tools.audit.servers import kept_probabilities, token_range
-from vllm_hsd.tools.cli import main as cli
 
 
 class VllmHandler(stand_in_servers.Handler):
@@ -60,12 +58,6 @@ def markov_server(**attributes) -> AbstractContextManager[str]:
     return listening(type("Speaking", (VllmHandler,), attributes))
 
 
-def verify(tmp_path, url: str, plain_url: str, *options: str) -> int:
-    arguments = ["verify", "--url", url, "--plain-url", plain_url, "--dtype", "float32"]
-    arguments += ["--workload", "steady", "--output", str(tmp_path)]
-    return cli.main([*arguments, *options])
-
-
 @pytest.mark.parametrize("top_p", [None, 0.6, 0.95])
 def test_ranges_are_those_of_whole_rows(top_p):
     rng = np.random.default_rng(1)
@@ -81,25 +73,23 @@ def test_ranges_are_those_of_whole_rows(top_p):
     params = {"temperature": 0.7, "top_k": 16} | ({} if top_p is None else {"top_p": top_p})
     for token in range(40):
         expected = token_ranges(probs.log()[None], torch.tensor([token]))[0].tolist()
-        assert token_range(kept_probabilities(given, params), token) == pytest.approx(
-            expected, abs=1e-6
-        )
+        found = token_range(kept_probabilities(given, params), token)
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_server_that_follows_the_target_passes(tmp_path, capsys):
+def test_a_server_that_follows_the_target_passes(judged, capsys):
     with markov_server() as url, markov_server() as plain_url:
         options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
-        status = verify(tmp_path, url, plain_url, *options)
-    found = json.loads((tmp_path / "verify.json").read_text())
+        status, found = judged(url, plain_url, *options)
     assert status == 0 and found["lossless"] and found["servers"] == [url, plain_url]
     page = capsys.readouterr().out
     assert "equal to no speculation" in page and "temperature 1, top-k 16, top-p 0.9" in page
 
 
-def test_a_server_that_does_not_is_found(tmp_path, capsys):
+def test_a_server_that_does_not_is_found(judged, capsys):
     with markov_server(wrong=0.1) as url, markov_server() as plain_url:
-        assert verify(tmp_path, url, plain_url, "--temperatures", "1", "--tokens", "4096") == 1
-    found = json.loads((tmp_path / "verify.json").read_text())
+        status, found = judged(url, plain_url, "--temperatures", "1", "--tokens", "4096")
+    assert status == 1
     assert not found["lossless"] and "follows the target" in found["verdict"]
     page = capsys.readouterr().out
     assert "NOT LOSSLESS" in page and "FAILS" in page
@@ -108,9 +98,9 @@ def test_a_server_that_does_not_is_found(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("ends", "reason"), [(b"", "no end"), (b'data: {"cho', "Unterminated"), (b"data: [1]\n\n", "")]
 )
-def test_an_answer_that_breaks_off_is_no_verdict(ends, reason, tmp_path, capsys):
+def test_an_answer_that_breaks_off_is_no_verdict(ends, reason, judged, capsys):
     with markov_server(ends=ends) as url, markov_server() as plain_url:
-        assert verify(tmp_path, url, plain_url, "--temperatures", "1", "--tokens", "64") == 2
+        assert judged(url, plain_url, "--temperatures", "1", "--tokens", "64") == (2, {})
     said = capsys.readouterr().err
     assert f"--url '{url}' broke off an answer ({reason}" in said and "Traceback" not in said
 
@@ -121,41 +111,28 @@ FREE = {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_real_servers(text_family, tmp_path, capsys):
+def test_real_servers(text_family, tmp_path_factory, judged, capsys):
     """A server without speculation judges a cascade, then one with a biased sampler.
 
     vLLM's own methods are no control on a CPU: with top_k its fault there ends the engine.
     """
-    cascade = two_models(text_family)
-    plugins = {"sound": None, "biased": "support.biased_sampler:install_drafts_of_other_rows"}
-    statuses, found = {}, {}
-    with running_server(text_family.target, new(tmp_path / "plain"), **FREE) as plain:
-        for name, plugin in plugins.items():
-            target, directory = text_family.target, new(tmp_path / name)
+    target, cascade = text_family.target, two_models(text_family)
+    options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
+    options += ("--drafter", text_family.mid, "--engine-args", '{"enforce_eager": true}')
+    found = []
+    with running_server(target, tmp_path_factory.mktemp("plain"), **FREE) as plain:
+        for plugin in (None, "support.biased_sampler:install_drafts_of_other_rows"):
+            directory = tmp_path_factory.mktemp("cascade")
             with running_server(target, directory, cascade, plugin=plugin, **FREE) as server:
-                options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
-                options += ("--drafter", text_family.mid)
-                options += ("--engine-args", '{"enforce_eager": true}')
-                output = new(tmp_path / f"{name}-results")
-                statuses[name] = verify(output, server.url, plain.url, *options)
-                found[name] = json.loads((output / "verify.json").read_text())
-    assert statuses == {"sound": 0, "biased": 1}, capsys.readouterr().out
-    assert found["sound"]["sampled"]["tokens"] == 2 * 4096
-    assert found["sound"]["greedy"]["passed"] and found["biased"]["greedy"]["passed"]
-    assert not found["biased"]["lossless"]
-    assert "mid" in {check["order"] for check in found["sound"]["sampled"]["checks"]}
+                found.append(judged(server.url, plain.url, *options))
+    (status, sound), (biased_status, biased) = found
+    assert (status, biased_status) == (0, 1), capsys.readouterr().out
+    assert sound["sampled"]["tokens"] == 2 * 4096
+    assert sound["greedy"]["passed"] and biased["greedy"]["passed"] and not biased["lossless"]
+    assert "mid" in {check["order"] for check in sound["sampled"]["checks"]}
 
 
-def new(directory: Path) -> Path:
-    directory.mkdir()
-    return directory
-
-
-def test_mistakes_are_named(tmp_path, capsys):
-    def error(*arguments: str) -> str:
-        assert cli.main(["verify", *arguments, "--output", str(tmp_path)]) == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
+def test_mistakes_are_named(error):
     assert "--plain-url belong together" in error("--url", "http://127.0.0.1:1")
     assert "--drafter names what a server" in error("--drafter", "m")
     both = ("--url", "http://127.0.0.1:1", "--plain-url", "http://127.0.0.1:1")

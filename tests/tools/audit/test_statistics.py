@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from vllm_hsd.tools.audit.quantiles import randomized, token_ranges
-from vllm_hsd.tools.audit.statistics import (
-    adjusted,
-    arrange,
-    checks_of,
-    improbable,
-)
+from vllm_hsd.tools.audit.statistics import adjusted, arrange, checks_of, improbable
 
 ANSWER = 64
 
@@ -33,9 +28,8 @@ def test_ranges_are_those_of_the_sorted_distribution():
 def test_quantiles_of_drawn_tokens_are_uniform():
     rng = np.random.default_rng(0)
     logits = torch.randn(20000, 7, generator=torch.Generator().manual_seed(0))
-    tokens = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(1))[
-        :, 0
-    ]
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.multinomial(logits.softmax(-1), 1, generator=g)[:, 0]
 
     def least(drawn):
         quantiles = randomized(token_ranges(logits, drawn).numpy()[:, :3], rng.random((2, 20000)))

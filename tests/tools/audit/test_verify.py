@@ -17,8 +17,7 @@ from vllm_hsd.tools.cli.verify_report import NOT_ENOUGH
 def test_a_cascade_passes(text_family, verify, capsys):
     below = {"ngram": {"max": 2}, "num_tokens": 2}, {"early_exit": 1, "num_tokens": 3}
     config = cascade([*below, {"model": text_family.mid}])
-    options = ("--temperatures", "0,1", "--tokens", "1024")
-    status, found = verify(text_family.target, config, *options)
+    status, found = verify(text_family.target, config, temperatures="0,1", tokens=1024)
     page = capsys.readouterr().out
     assert status == 0 and found["lossless"]
     assert "PASSED" in page and "equal to no speculation" in page and "place 1" in page
@@ -33,17 +32,18 @@ def test_a_cascade_passes(text_family, verify, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("temperatures", "workload", "reason"),
     [
-        (["--temperatures", "0.7", "--workload", "adapters"], "nothing was tested"),
-        (["--temperatures", "0", "--workload", "steady"], "no greedy text has drafts in it"),
+        ("0.7", "adapters", "nothing was tested"),
+        ("0", "steady", "no greedy text has drafts in it"),
     ],
 )
-def test_a_run_that_shows_nothing_is_no_pass(text_family, verify, options, reason):
+def test_a_run_that_shows_nothing_is_no_pass(text_family, verify, temperatures, workload, reason):
     """There is no adapter; and a lookup of longer matches than there are."""
     levels = [{"ngram": {"min": 60, "max": 60}}]
     config = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels}
-    status, found = verify(text_family.target, config, *options, "--tokens", "256")
+    few = {"temperatures": temperatures, "tokens": 256}
+    status, found = verify(text_family.target, config, "--workload", workload, **few)
     assert status == NOT_ENOUGH and reason in found["verdict"]
 
 
@@ -59,7 +59,7 @@ OFFERED = {
 @pytest.mark.parametrize("name", OFFERED)
 def test_what_is_drafted_is_recorded(text_family, verify, name):
     config = OFFERED[name] | {"num_speculative_tokens": 3}
-    status, found = verify(text_family.target, config, "--temperatures", "1", "--tokens", "1024")
+    status, found = verify(text_family.target, config, tokens=1024)
     # A lookup finds too little for a pass.
     assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]
     assert OFFERS in {check["order"] for check in found["sampled"]["checks"]}
@@ -69,17 +69,15 @@ def test_what_is_drafted_is_recorded(text_family, verify, name):
 def test_one_length_for_all_is_fixed_too(text_family, verify):
     """Adaptive as on GPUs, where the scheduler learns lengths."""
     config = {"method": "hsd", "num_speculative_tokens": 3, "levels": [{"model": text_family.mid}]}
-    options = ("--temperatures", "1", "--tokens", "2048")
-    patch = "support.fixed_schedules:install"
-    status, found = verify(text_family.target, {**config, "adaptive": True}, *options, patch=patch)
+    config["adaptive"] = True
+    status, found = verify(text_family.target, config, patch="support.adversarial_depth:idle")
     assert status == 0 and found["sampled"]["places_drafted"] > 1000
 
 
 def test_several_drafts_are_said_not_to_be_recorded(text_family, verify):
     sources = [{"ngram": {"max": 3}}, {"ngram": {"max": 1}}]
-    config = {"method": "hsd", "levels": [{"sources": sources, "branches": 2}]}
-    config |= {"num_speculative_tokens": 3, "adaptive": False}
-    status, found = verify(text_family.target, config, "--temperatures", "1", "--tokens", "1024")
+    config = cascade([{"sources": sources, "branches": 2}], tokens=3)
+    status, found = verify(text_family.target, config, tokens=1024)
     assert found["lossless"] and found["power"]["untested"] == [verify_runs.NOT_RECORDED]
     assert found["sampled"]["accepted"] > 0 and status in (0, NOT_ENOUGH)
 
@@ -89,13 +87,8 @@ GENEROUS = "support.biased_sampler:install_generous_ratio"
 
 def test_a_sampler_that_accepts_too_much_leans_to_what_is_recorded(text_family, verify):
     config = OFFERED["a cascade's exit"] | {"num_speculative_tokens": 3}
-    options = ("--temperatures", "1", "--tokens", "2048")
-    status, found = verify(text_family.target, config, *options, patch=GENEROUS)
+    status, found = verify(text_family.target, config, patch=GENEROUS)
     assert status == 1 and f"leans to {OFFERS}" in found["verdict"], found["verdict"]
-
-
-# Those that deviate least take too many tokens for the fast form.
-FAST = [name for name, mutant in MUTANTS.items() if mutant.weight == 1]
 
 
 def test_what_mutants_replace_is_there():
@@ -106,7 +99,8 @@ def test_what_mutants_replace_is_there():
 @pytest.mark.parametrize(
     ("num_tokens", "mutants"),
     [
-        (4096, FAST),
+        # Those that deviate least take too many tokens for the fast form.
+        (4096, [name for name, mutant in MUTANTS.items() if mutant.weight == 1]),
         pytest.param(16384, list(MUTANTS), marks=[pytest.mark.slow, pytest.mark.timeout(6000)]),
     ],
     ids=["fast", "all"],
@@ -115,7 +109,6 @@ def test_mutants_are_found_and_the_sound_sampler_is_not(tmp_path, num_tokens, mu
     results = self_test.run(tmp_path, num_tokens, print, forked(), mutants)
     assert [result.name for result in results] == [self_test.SOUND, *mutants]
     page = verify_report.self_test_page(results)
-    print(page)
     assert all(result.as_expected for result in results), page
     assert "SELF-TEST PASSED" in page
 
@@ -134,7 +127,7 @@ def test_many_tokens_follow_the_target(family, temperature, filters):
     # Its drafts are too sure of themselves, and long enough that few tokens show the last place.
     levels = [{"model": family.target, "temperature_scale": 0.7}]
     # A drafter as slow as the target would not pay.
-    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels, "adaptive": False}
+    config = cascade(levels, tokens=3)
     with started({"model": family.target, "speculative_config": config}) as engine:
         plan = sampled.planned(prompts, settings, 21 * TRIALS // 4, 64)
         texts = sampled.generate(engine, plan, 64, print)
@@ -151,7 +144,7 @@ def test_many_tokens_follow_the_target(family, temperature, filters):
 def test_a_sampler_that_accepts_too_much_does_not_pass(text_family, verify, served):
     """The default configuration, which adapts, and a ratio 1.6 times too large."""
     config = {"method": "hsd", "num_speculative_tokens": 5, "levels": [{"model": text_family.mid}]}
-    options = ("--temperatures", "1", "--tokens", "2048", *["--as-served"] * served)
+    options = ["--as-served"] * served
     status, found = verify(text_family.target, config, *options, patch=GENEROUS)
     if not served:
         assert found["sampled"]["places_drafted"] > 1000

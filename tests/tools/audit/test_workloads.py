@@ -1,28 +1,30 @@
 """The workloads of `vllm-hsd verify` on tiny models."""
 
 import json
+from collections.abc import Callable, Sequence
 
 import pytest
 from support.adapters import write_adapter
 from support.engines import ENGINE_DEFAULTS
+from support.marks import slow
 
 from vllm_hsd.tools.cli.verify import WORKLOADS
 from vllm_hsd.tools.cli.verify_workloads import NAMES, shares
 
-ENGINE_ARGS = json.dumps(
-    {key: ENGINE_DEFAULTS[key] for key in ("enforce_eager", "kv_cache_memory_bytes")}
-    | {"max_model_len": 512}
-)
+KEPT = ("enforce_eager", "kv_cache_memory_bytes")
+ENGINE_ARGS = json.dumps({key: ENGINE_DEFAULTS[key] for key in KEPT} | {"max_model_len": 512})
 
 
-def config(family) -> dict:
-    """The default: it adapts."""
-    return {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"model": family.mid}]}
+@pytest.fixture
+def under(text_family, verify) -> Callable[..., tuple[int, dict]]:
+    """`verify` of the default, which adapts, under workloads."""
+    config = {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"model": text_family.mid}]}
 
+    def run(workloads: Sequence[str], *options: str, **keys) -> tuple[int, dict]:
+        given = "--workload", ",".join(workloads), "--engine-args", ENGINE_ARGS, *options
+        return verify(text_family.target, config, *given, temperatures="0,1", **keys)
 
-def options(*workloads: str, tokens: int = 2048) -> tuple[str, ...]:
-    found = ("--workload", ",".join(workloads), "--temperatures", "0,1", "--tokens", str(tokens))
-    return (*found, "--engine-args", ENGINE_ARGS)
+    return run
 
 
 def test_all_workloads_are_the_default_within_the_same_tokens():
@@ -39,30 +41,20 @@ def adapters(text_family, tmp_path_factory) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_the_adapter_of_a_neighbour_is_found(text_family, adapters, verify):
-    arguments = *options("adapters"), *adapters
-    patch = "support.adapters:install_neighbours"
-    status, found = verify(text_family.target, config(text_family), *arguments, patch=patch)
+def test_the_adapter_of_a_neighbour_is_found(adapters, under):
+    status, found = under(["adapters"], *adapters, patch="support.adapters:install_neighbours")
     assert status == 1 and not found["lossless"], found["verdict"]
 
 
-def test_a_directory_without_an_adapter_is_refused(text_family, verify, tmp_path, capsys):
-    arguments = *options("adapters"), "--adapters", str(tmp_path)
+def test_a_directory_without_an_adapter_is_refused(under, tmp_path, capsys):
     with pytest.raises(FileNotFoundError):  # of verify.json
-        verify(text_family.target, config(text_family), *arguments)
+        under(["adapters"], "--adapters", str(tmp_path))
     assert "is no LoRA adapter" in capsys.readouterr().err
 
 
 # The other ones are in the fast form of the self-test.
-FAST = ("crowd64", "chunks")
-
-
-@pytest.mark.parametrize(
-    "names", [FAST, pytest.param(NAMES[1:], marks=pytest.mark.slow)], ids=["fast", "all"]
-)
-def test_a_sound_configuration_passes_its_workloads(text_family, adapters, verify, names):
-    given = (*options(*names, tokens=1024), *(adapters if "adapters" in names else ()))
-    status, found = verify(text_family.target, config(text_family), *given)
+@pytest.mark.parametrize("names", [("crowd64", "chunks"), *slow(NAMES[1:])], ids=["fast", "all"])
+def test_a_sound_configuration_passes_its_workloads(adapters, under, names):
+    status, found = under(names, *(adapters if "adapters" in names else ()), tokens=1024)
     assert found["lossless"] and status == 0, found["verdict"]
-    served = {each["name"]: each for each in found["workloads"]}
-    assert set(served) == set(names)
+    assert {each["name"] for each in found["workloads"]} == set(names)

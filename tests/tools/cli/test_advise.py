@@ -43,13 +43,11 @@ SPECULATOR = {
         "verifier": {"name_or_path": "some/target"},
     },
 }
-EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3}
 
 
 def test_the_drafter_that_a_checkpoint_brings(text_family, tmp_path):
     def written(name, **changes):
-        change = change_config(**changes)
-        return damaged_copy(text_family.target, tmp_path / name, change)
+        return damaged_copy(text_family.target, tmp_path / name, change_config(**changes))
 
     assert target_of(text_family.target) == (text_family.target, None)
     mtp = write_mtp_target(text_family.target, tmp_path / "mtp")
@@ -57,7 +55,8 @@ def test_the_drafter_that_a_checkpoint_brings(text_family, tmp_path):
     stages = written("dspark", dspark_block_size=7)
     assert target_of(stages) == (stages, DSPARK)
     head = written("head", **SPECULATOR)
-    assert target_of(head) == ("some/target", {**EAGLE3, "model": head})
+    eagle3 = {"method": "eagle3", "num_speculative_tokens": 3, "model": head}
+    assert target_of(head) == ("some/target", eagle3)
 
 
 def test_what_is_said_of_a_model_with_layers_that_draft(text_family, tmp_path, capsys, monkeypatch):

@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import json
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import pytest
 from support.bench_check import check_bench
+from support.command_line import run
 from support.engines import forked, started
 
 from vllm_hsd.errors import UserError
@@ -53,7 +55,7 @@ def make_comparison(tmp_path, **changes):
     return Comparison(**{**options, **changes})
 
 
-class FakeEngines:
+class FakeEngines(AbstractContextManager):
     """Engines that answer at once."""
 
     latest: ClassVar[Any] = None
@@ -73,9 +75,6 @@ class FakeEngines:
     def close(self, index=None):
         self.closed.append(index)
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *exception):
         self.close()
 
@@ -83,7 +82,18 @@ class FakeEngines:
 class FakeEngine:
     """Takes SECONDS per prompt and round, can break in a round, and can answer wrongly."""
 
-    SECONDS: ClassVar = {0: (4.0, 4.0, 8.0), 1: (4.0, 2.0, 2.0), 2: (1.0, 1.0, 1.0)}
+    SECONDS: ClassVar = ((4.0, 4.0, 8.0), (4.0, 2.0, 2.0), (1.0, 1.0, 1.0))
+    STEP_LENGTHS: ClassVar = ([1, 1, 1, 1, 1], [1, 2, 2], [1, 4])
+    LEVELS: ClassVar = [
+        {"drafted": 6, "accepted": 3, "seconds": 0.1},
+        {"drafted": 4, "accepted": 3, "seconds": 0.2},
+    ]
+    SOURCES: ClassVar = {"forced": {"drafted": 3.0, "accepted": 2.0}}
+    DRAFTS: ClassVar = (
+        {"drafted": 0, "accepted": 0},
+        {"drafted": 8, "accepted": 2},
+        {"drafted": 8, "accepted": 3, "levels": LEVELS, "sources": SOURCES},
+    )
     broken_in_round: ClassVar[dict[int, int]] = {}
     wrong: ClassVar[set[int]] = set()
     gap: ClassVar[float] = 0.0
@@ -100,29 +110,15 @@ class FakeEngine:
         self.engines.answered[self.index] += 1
         if self.broken_in_round.get(self.index) == round_:
             raise UserError("'x' ended early with signal SIGKILL.")
-        seconds = self.SECONDS[self.index][round_] * len(prompts)
+        count, lengths = len(prompts), self.STEP_LENGTHS[self.index]
+        seconds = self.SECONDS[self.index][round_] * count
         tokens = [[7, 7, 7, 7, 7] for _ in prompts]
         if self.index in self.wrong:
             tokens[-1] = [7, 7, 7, 7, 8]
-        steps = {0: 5, 1: 3, 2: 2}[self.index]
-        levels = [
-            {"drafted": 6, "accepted": 3, "seconds": 0.1},
-            {"drafted": 4, "accepted": 3, "seconds": 0.2},
-        ]
         return Generation(
-            tokens,
-            ["text"] * len(prompts),
-            seconds,
-            seconds,
-            [0.5] * len(prompts),
-            [2.5] * len(prompts),
-            [steps] * len(prompts),
-            drafted=0 if self.index == 0 else 8,
-            accepted={0: 0, 1: 2, 2: 3}[self.index],
-            levels=levels if self.index == 2 else [],
-            sources={"forced": {"drafted": 3.0, "accepted": 2.0}} if self.index == 2 else {},
-            step_lengths=[[1, *{0: [1] * 4, 1: [2, 2], 2: [4]}[self.index]]] * len(prompts),
-        )
+            tokens, ["text"] * count, seconds, seconds, [0.5] * count, [2.5] * count,
+            [len(lengths)] * count, step_lengths=[lengths] * count, **self.DRAFTS[self.index],
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -206,10 +202,8 @@ def test_a_greedy_difference_in_bfloat16_must_be_a_near_tie(
     results, rows = measured(make_comparison(tmp_path, batch_sizes=[2]), "bfloat16")
     assert (greedy.unexplained(results.differences, "bfloat16") == []) is explained
     assert (rows[1]["greedy_gap"], rows[2]["greedy_gap"]) == (None, gap)
-    table = rendered(bench_report.report(results, rows)).export_text()
-    assert ("nearly tie" in table) is explained and f"gap {gap:.3f} nats" in table.replace(
-        "up to ", ""
-    )
+    table = rendered(bench_report.report(results, rows)).export_text().replace("up to ", "")
+    assert ("nearly tie" in table) is explained and f"gap {gap:.3f} nats" in table
 
 
 def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
@@ -268,18 +262,13 @@ def test_what_a_prompt_asks_for_reaches_the_engines_that_know_it(tmp_path):
     comparison = make_comparison(tmp_path, sampling=sampling, num_prompts=3)
     known = [set(), {"hsd_num_tokens"}, set(own) - {"mine"}]
     setup = dataclasses.replace(SETUP, request_keys=known)
-    found = [
-        bench_runs.sampling_params(comparison, setup, Job(config, 0, 3, 0.5, 0, (0, 1, 2)))
-        for config in range(3)
-    ]
-    for config, params in enumerate(found):
+    of_all = {"max_tokens": 5, "ignore_eos": False, "temperature": 0.5}
+    for config, keys in enumerate(known):
+        job = Job(config, 0, 3, 0.5, 0, (0, 1, 2))
+        params = bench_runs.sampling_params(comparison, setup, job)
         assert params[0] == params[2] and params[0]["ignore_eos"]
-        keys = params[0]["extra_args"]
-        assert keys == {name: own[name] for name in own if name in known[config] | {"mine"}}
-        assert params[1] == {
-            **{"max_tokens": 5, "ignore_eos": False, "temperature": 0.5},
-            **sampling[1],
-        }
+        assert params[0]["extra_args"] == {name: own[name] for name in keys | {"mine"}}
+        assert params[1] == of_all | sampling[1]
     assert "hsd_prediction" in own
 
 
@@ -361,30 +350,21 @@ def test_prompts_with_a_prediction_and_a_grammar(forks, text_family, tmp_path, c
     prompts.write_text("\n".join(map(json.dumps, lines)))
     hsd = {"method": "hsd", "num_speculative_tokens": 6, "adaptive": False}
     lowest = ({"sources": [{"prediction": {}}, {"suffix": {}}]}, {"prediction": {}}, {"suffix": {}})
-    options = {
-        "--model": text_family.target,
-        "--prompts": prompts,
-        "--max-tokens": 40,
-        "--num-prompts": 2,
-        "--rounds": 1,
-        "--temperatures": 0,
-        "--dtype": "float32",
-        "--engine-args": json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}),
-        "--output": tmp_path,
-    }
-    command = ["bench", *(str(part) for pair in options.items() for part in pair)]
+    configs = []
     for level in lowest:
-        command += ["--speculative-config", json.dumps({**hsd, "levels": [level]})]
-    assert cli.main(command) == 0
+        configs += ["--speculative-config", json.dumps({**hsd, "levels": [level]})]
+    status = run(
+        "bench", "--model", text_family.target, "--prompts", prompts, "--max-tokens", 40,
+        "--num-prompts", 2, "--rounds", 1, "--temperatures", 0, "--dtype", "float32",
+        "--engine-args", json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}),
+        "--output", tmp_path, *configs,
+    )  # fmt: skip
+    assert status == 0
     printed = capsys.readouterr().out
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [row["greedy_differences"] for row in rows] == [0] * 4
-    assert [list(row["sources"] or ()) for row in rows] == [
-        [],
-        ["prediction", "suffix", "forced"],
-        ["forced", "prediction"],
-        ["forced"],
-    ]
+    sources = [list(row["sources"] or ()) for row in rows]
+    assert sources == [[], ["prediction", "suffix", "forced"], ["forced", "prediction"], ["forced"]]
     for row in rows[1:]:
         assert row["sources"]["forced"]["accepted"] > 10 and " forced " in printed
     assert all(row["sources"]["prediction"]["drafted"] > 0 for row in rows[1:3])

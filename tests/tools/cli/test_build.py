@@ -6,34 +6,23 @@ import re
 from pathlib import Path
 
 import pytest
+from support.command_line import run
 
+from benchmarks.common import MODELS
 from vllm_hsd.cascade.text_store import read_store
-from vllm_hsd.tools.cli.main import main
 
-FAMILY = Path(__file__).parents[3] / "benchmarks" / "models"
-TARGET = str(FAMILY / "target")
-CONFIG = json.loads((FAMILY / "target" / "config.json").read_text())
-
-
-def run(*arguments: str) -> int:
-    return main(["build", *arguments])
+TARGET = str(MODELS / "target")
 
 
 @pytest.fixture
-def corpus(tmp_path) -> str:
+def corpus(tmp_path) -> Path:
     path = tmp_path / "corpus.txt"
     path.write_text("def add(a, b):\n    return a + b\n" * 300)
-    return str(path)
-
-
-def lines(path: Path, *records: object) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return path
 
 
 def test_store_from_texts_and_records(tmp_path, corpus, capsys):
-    records = lines(
-        tmp_path / "served.jsonl",
+    records = [
         {"answer_token_ids": [3, 1, 4]},
         {"token_ids": [1, 5], "prompt_token_ids": [9]},
         {"choices": [{"message": {"content": "return"}}, {"text": "a + b"}]},
@@ -41,15 +30,17 @@ def test_store_from_texts_and_records(tmp_path, corpus, capsys):
         {"text": "def add"},
         {"choices": [{"message": {"content": None, "tool_calls": [{"id": "1"}]}}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-    )
+    ]
+    served, output = tmp_path / "served.jsonl", tmp_path / "store.safetensors"
+    served.write_text("".join(json.dumps(record) + "\n" for record in records))
     with gzip.open(tmp_path / "more.jsonl.gz", "wt") as file:
         file.write(json.dumps({"token_ids": [7, 7, 7]}) + "\n\n")
-    output = str(tmp_path / "store.safetensors")
-    arguments = [records, str(tmp_path / "more.jsonl.gz"), corpus]
-    assert run("store", "--target", TARGET, *arguments, "-o", output) == 0
+    files = served, tmp_path / "more.jsonl.gz", corpus
+    assert run("build", "store", "--target", TARGET, *files, "-o", output) == 0
     assert "8 texts, over a vocabulary of" in capsys.readouterr().out
-    store = read_store(output)
-    assert store.vocab_size == CONFIG["vocab_size"]
+    store = read_store(str(output))
+    config = json.loads((MODELS / "target" / "config.json").read_text())
+    assert store.vocab_size == config["vocab_size"]
     texts = [text.tolist() for text in store]
     assert texts[:2] == [[3, 1, 4], [1, 5]] and texts[6] == [7, 7, 7] and len(texts[7]) > 1000
     # Every text is ended by the token that ends a document.
@@ -74,7 +65,7 @@ def test_store_from_texts_and_records(tmp_path, corpus, capsys):
 def test_records_that_cannot_be_used(tmp_path, capsys, record, message):
     path = tmp_path / "served.jsonl"
     path.write_text(record)
-    assert run("store", "--target", TARGET, str(path), "-o", str(tmp_path / "store")) == 2
+    assert run("build", "store", "--target", TARGET, path, "-o", tmp_path / "store") == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error and error.startswith("vllm-hsd build store: ")
     assert not (tmp_path / "store").exists()
@@ -103,15 +94,11 @@ HEADS = ["exit-heads", "--target", TARGET, "--layers"]
 def test_errors_are_one_line_on_stderr(tmp_path, corpus, capsys, arguments, message):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "empty").write_text("")
-    named = {
-        "CORPUS": corpus,
-        "BINARY": str(tmp_path / "binary"),
-        "EMPTY": str(tmp_path / "empty"),
-    }
+    named = {"BINARY": tmp_path / "binary", "EMPTY": tmp_path / "empty", "CORPUS": corpus}
     arguments = [named.get(argument, argument) for argument in arguments]
     if "-o" not in arguments:
-        arguments += ["-o", str(tmp_path / "output")]
-    assert run(*arguments) == 2
+        arguments += ["-o", tmp_path / "output"]
+    assert run("build", *arguments) == 2
     # transformers shows its progress there, too.
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search(message, error) and error.startswith(f"vllm-hsd build {arguments[0]}: ")

@@ -14,9 +14,8 @@ from vllm_hsd.tools.cli import doctor
 from vllm_hsd.tools.cli import main as cli
 
 
-def check_faults(capsys, target: str, levels: list[dict], said: list[str], *arguments: str) -> None:
+def check_faults(capsys, target: str, config: dict, said: list[str], *arguments: str) -> None:
     """Each in one line; `host/test_level_checks.py` has other sentences."""
-    config = {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
     given = ["--model", target, "--speculative-config", json.dumps(config)]
     assert cli.main(["doctor", *given, "--", "--skip-tokenizer-init", *arguments]) == 2
     printed = capsys.readouterr().err.splitlines()
@@ -26,14 +25,35 @@ def check_faults(capsys, target: str, levels: list[dict], said: list[str], *argu
         assert len([line for line in lines if re.search(words, line)]) == 1, (words, lines)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "hsd", "num_speculative_tokens": 4, "levels": []}, "levels"),
+        ({**NGRAM, "rejection_sample_method": "hierarchical"}, "vLLM refuses prompt"),
+        (NGRAM, "vLLM refuses prompt"),
+        ({"method": "draft_model", "model": "/no/where"}, "/no/where"),
+    ],
+)
+def test_a_configuration_is_refused_in_one_sentence(family, config, words, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_bfloat16_status", lambda: 0)
+    check_faults(capsys, family.target, config, [words])
+
+
+def cascade(*levels: dict) -> dict:
+    return {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
+
+
 def test_every_fault_is_named_once(family, small_vocabulary, tmp_path, capsys):
     table = str(tmp_path / "table.npz")
     write_store(collect_texts([np.arange(5)], vocab_size=5), table)
-    levels = [
+    config = cascade(
         {"bigram": table, "num_tokens": 2},
         {"early_exit": 9, "num_tokens": 4},
         {"model": small_vocabulary.mid},
-    ]
+    )
     said = [
         "set pipeline_parallel_size to 1",
         r"bigram.* built for 5 tokens and the target has 64",
@@ -42,7 +62,7 @@ def test_every_fault_is_named_once(family, small_vocabulary, tmp_path, capsys):
         r"levels\[2\].model .* vocabulary of 5 tokens",
     ]
     arguments = "--enable-lora", "--pipeline-parallel-size", "2"
-    check_faults(capsys, family.target, levels, said, *arguments)
+    check_faults(capsys, family.target, config, said, *arguments)
 
 
 # vLLM looks at another architecture in a process of its own: ten seconds of CPU.
@@ -55,8 +75,8 @@ def test_a_target_that_gives_no_states_is_named(family, tmp_path, capsys):
         r"levels\[0\].eagle3 reads hidden states that GemmaForCausalLM does not give",
         r"levels\[1\].early_exit works with the targets",
     ]
-    levels = [{"sources": sources, "num_tokens": 3}, {"early_exit": 1}]
-    check_faults(capsys, gemma, levels, said)
+    config = cascade({"sources": sources, "num_tokens": 3}, {"early_exit": 1})
+    check_faults(capsys, gemma, config, said)
 
 
 def test_builds_that_do_not_import_are_one_problem_and_nothing_after_them_is_tried(

@@ -9,6 +9,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -18,11 +20,11 @@ from support.stand_in_servers import listening
 from vllm.v1.metrics import loggers
 from vllm.v1.spec_decode import metrics as spec_decode_metrics
 
+from benchmarks.common import REPOSITORY
 from vllm_hsd.host import metrics
 from vllm_hsd.tools.cli.main import main
 from vllm_hsd.tools.cli.watch import Change, Snapshot, render
 
-ROOT = Path(__file__).parents[3]
 BEFORE = """\
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 100.0
@@ -51,9 +53,9 @@ vllm_hsd:source_accepted_total{engine="0",level="0",source="suffix"} 20.0
 """
 
 
-def shown(before: str, after: str, seconds: float = 2.0) -> str:
+def shown(before: str, after: str) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    change = Change(Snapshot.parse(before, 0.0), Snapshot.parse(after, seconds))
+    change = Change(Snapshot.parse(before, 0.0), Snapshot.parse(after, 2.0))
     console.print(render(change, [1.0, 2.0]))
     return " ".join(console.export_text().split())
 
@@ -76,19 +78,23 @@ def test_a_server_without_levels_says_so():
     assert "runs no cascade" in text
 
 
-def test_the_command(capsys):
-    texts = iter([BEFORE, AFTER, AFTER])
+def serving(text: Callable[[], str]) -> AbstractContextManager[str]:
+    """URL of a server whose answers are `text()`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(next(texts).encode())
+            self.wfile.write(text().encode())
 
         def log_message(self, *args):
             pass
 
-    with listening(Handler) as url:
+    return listening(Handler)
+
+
+def test_the_command(capsys):
+    with serving(iter([BEFORE, AFTER, AFTER]).__next__) as url:
         assert main(["watch", f"{url}/v1", "--interval", "0.01", "--count", "2"]) == 0
     # A view after the other where the output is no terminal.
     out = capsys.readouterr().out
@@ -112,7 +118,7 @@ def test_mistakes(arguments, word, capsys):
 
 
 def dashboard_expressions() -> list[str]:
-    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    dashboard = json.loads((REPOSITORY / "docs" / "grafana.json").read_text())
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
@@ -131,35 +137,22 @@ def test_the_dashboard_asks_for_metrics_that_are_there():
 def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
     started = time.monotonic()
 
-    class Growing(BaseHTTPRequestHandler):
-        def do_GET(self):
-            finite = (line for line in AFTER.splitlines() if "NaN" not in line)
-            lines = (line.rsplit(" ", 1) for line in finite)
-            factor = 1 + time.monotonic() - started
-            text = "".join(f"{name} {float(value) * factor}\n" for name, value in lines)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(f'{text}vllm:num_requests_waiting{{model_name="m"}} 1.0\n'.encode())
+    def growing() -> str:
+        lines = [line.rsplit(" ", 1) for line in AFTER.splitlines() if "NaN" not in line]
+        factor = 1 + time.monotonic() - started
+        text = "".join(f"{name} {float(value) * factor}\n" for name, value in lines)
+        return f'{text}vllm:num_requests_waiting{{model_name="m"}} 1.0\n'
 
-        def log_message(self, *args):
-            pass
-
-    with listening(Growing) as url:
+    with serving(growing) as url:
         scrape = f"static_configs: [{{targets: ['{url.removeprefix('http://')}']}}]"
         (tmp_path / "prometheus.yml").write_text(
             f"scrape_configs: [{{job_name: vllm, scrape_interval: 1s, {scrape}}}]"
         )
         with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
             address = f"127.0.0.1:{free.server_port}"
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'data'}",
-                f"--web.listen-address={address}",
-            ],
-            stderr=subprocess.DEVNULL,
-        )
+        command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}"]
+        command += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address={address}"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             missing = [
                 text.replace("$model", "m").replace("$__rate_interval", "20s")

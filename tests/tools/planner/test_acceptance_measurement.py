@@ -1,5 +1,6 @@
 """Measured acceptance: against direct computation, and against cascades that really run."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -36,16 +37,10 @@ def task(text_family, tmp_path_factory):
     size = text_family.vocabulary
     documents = [np.random.default_rng(1).integers(size, size=4000)]
     write_store(collect_texts(documents, size), str(path))
-    found = candidates(
-        models=[text_family.small, text_family.mid],
-        exits=[1],
-        bigram_model=str(path),
-        ngram=3,
-    )
-    return Task(
-        text_family.target, found, max_draft_tokens=6, text_tokens=48, contexts=128,
-        texts_per_forward=32,
-    )  # fmt: skip
+    small_and_mid = [text_family.small, text_family.mid]
+    found = candidates(models=small_and_mid, exits=[1], bigram_model=str(path), ngram=3)
+    sizes = {"max_draft_tokens": 6, "text_tokens": 48, "contexts": 128, "texts_per_forward": 32}
+    return Task(text_family.target, found, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +90,8 @@ def test_matrices_have_the_shape_of_rates(measured):
     # Their rounds start at other positions, so single entries may differ a little.
     assert np.min(better - worse) > -0.02
     # The first drafted token is accepted at the mean rate under both verifiers.
-    for drafter in (PAIRS, MID):
-        first = better[TARGET, drafter, 1, 0, 1]
+    for drafter, table in itertools.product((PAIRS, MID), (better, worse)):
+        first = table[TARGET, drafter, 1, 0, 1]
         assert first == pytest.approx(measured.rates[drafter, TARGET], abs=0.03)
     assert np.allclose(measured.tables["lookup0"].sum((-2, -1)), 1)
 
@@ -126,26 +121,20 @@ def test_a_suffix_lookup_is_predicted(task, text_family, selection):
 
 
 def check_prediction(measured, models, vocabulary, selection):
-    levels = [
-        HuggingFaceLevel(model) if isinstance(model := models.models[level], torch.nn.Module)
-        else model
-        for level in selection.levels
-    ]  # fmt: skip
+    found = [models.models[level] for level in selection.levels]
+    levels = [HuggingFaceLevel(m) if isinstance(m, torch.nn.Module) else m for m in found]
     options = [LevelOptions(length) for length in selection.draft_lengths]
     engine = ReferenceEngine(HuggingFaceLevel(models.target), levels, options)
-    calls, forwards, tokens = [], [], []
-    for seed, prompt in enumerate(prompts(12, vocabulary)):
-        result = engine.generate(prompt, 30, seed=seed)
-        calls.append(result.target_calls)
-        tokens.append(len(result.token_ids))
-        forwards.append(result.counts.rows[:, Count.forwards].tolist())
-    forward = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]]) for _ in models.models]
+    texts = [engine.generate(p, 30, seed=i) for i, p in enumerate(prompts(12, vocabulary))]
+    calls = np.array([each.target_calls for each in texts])
+    tokens = np.array([len(each.token_ids) for each in texts])
+    table = LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
+    latencies = Latencies(forward=[table] * len(models.models))
     found = Acceptance(measured.tables["block"], {NGRAM: measured.tables["lookup0"]})
-    predicted = predict(selection, Measured(Latencies(forward=forward), found), output_tokens=31)
-    per_call = np.array(tokens) / np.array(calls)
-    error = 4 * per_call.std() / np.sqrt(len(calls))
-    assert predicted.tokens_per_step == pytest.approx(sum(tokens) / sum(calls), abs=error)
-    ran = np.sum(forwards, axis=0) / sum(calls)
+    predicted = predict(selection, Measured(latencies, found), output_tokens=31)
+    error = 4 * (tokens / calls).std() / np.sqrt(len(calls))
+    assert predicted.tokens_per_step == pytest.approx(tokens.sum() / calls.sum(), abs=error)
+    ran = sum(each.counts.rows[:, Count.forwards] for each in texts) / calls.sum()
     # A lookup makes no forward pass.
     first = int(selection.levels[0] not in models.with_probabilities)
     assert predicted.level_calls[first:-1] == pytest.approx(ran[first:], rel=0.08)

@@ -16,6 +16,7 @@ from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.tools.planner.predict import Selection
 from vllm_hsd.tools.planner.profile import Profile
 from vllm_hsd.tools.planner.search import Constraints, Search
+from vllm_hsd.tools.planner.survival import independent_survival
 from vllm_hsd.tools.system import serve_command
 
 
@@ -57,15 +58,10 @@ def profile():
 @pytest.fixture
 def with_lookup():
     """A model that accepts half of what a prompt lookup offers, as the target does."""
-    size = 9
-    survival = np.zeros((3, 3, size, size, size))
-    survival[..., 0] = 1.0
-    reached = np.tril(0.9 ** np.arange(size) * np.ones((size, 1)))
-    survival[2, 1] = reached[:, None]
-    joint = np.zeros((3, size, size, size, size))
+    survival = independent_survival([[0, 0, 0], [0, 0, 0], [0, 0.9, 0]], 8).copy()
+    survival[:, 0, :, :, 1:] = 0.4
+    joint = np.zeros((3, 9, 9, 9, 9))
     joint[..., 0, 0], joint[..., 8, 0], joint[..., 8, 8] = 0.4, 0.2, 0.4
-    survival[:, 0] = np.minimum(1, np.tril(np.ones((size, size))) * 0.4)[:, None]
-    survival[:, 0, :, :, 0] = 1.0
     profile = Profile(
         schema=3,
         target="models/target",
@@ -116,12 +112,6 @@ def test_a_lookup_below_a_model_is_chosen_where_it_pays(with_lookup, batch):
     assert choice.best.selection.levels == (0, 1)
     least = min(each.ms_per_token for each in everything(search))
     assert choice.best.ms_per_token == pytest.approx(least)
-
-
-def test_no_speculation_can_win(profile):
-    profile.latencies.plain = plain(0.01)
-    choice = Search(profile, Constraints()).choose()
-    assert choice.best is choice.none and choice.best.selection == Selection((), ())
 
 
 def served(output):
@@ -179,21 +169,16 @@ def test_plan_says_when_nothing_pays_and_leaves_no_stale_file(profile, tmp_path,
 
 
 def test_plan_needs_no_torch(profile, tmp_path):
-    """A process in which torch, transformers and vLLM cannot be imported."""
+    """Nor transformers and vLLM."""
     profile.save(tmp_path / "profile.json")
     code = """
 import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "vllm"):
-            raise AssertionError(f"plan imports {name}")
-sys.meta_path.insert(0, Refuse())
 from vllm_hsd.tools.cli.main import main
-sys.exit(main(["plan", "profile.json"]))
+assert main(["plan", "profile.json"]) == 0
+assert not {"torch", "transformers", "vllm"} & sys.modules.keys()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert served(done.stdout)[0] == serve_command("")[0] and (tmp_path / "cascade.json").exists()
 

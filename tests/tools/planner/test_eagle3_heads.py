@@ -1,13 +1,12 @@
 """EAGLE-3 heads in a profile: their chances where a draft began, and served cascades predicted."""
 
-import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.damage import change_config, damaged_copy
 from support.eagle3_head import roll_out, states, write_eagle3_head
 from support.engines import started
 from support.level_files import cascade
@@ -93,11 +92,9 @@ def test_tokens_per_step_are_predicted(measured, models, text_family, verifier):
     # A seed would couple the drafts to the target's draws.
     params = {"max_tokens": 42, "ignore_eos": True, "temperature": WARM}
     table = LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
-    sets = Measured(
-        Latencies(forward=[table] * 3), Acceptance(measured.tables[verifier]),
-        reread=frozenset({HEAD}),
-    )  # fmt: skip
-    nothing = np.where(np.arange(6) > 0, 0.0, sets.acceptance.survival)
+    acceptance = Acceptance(measured.tables[verifier])
+    sets = Measured(Latencies(forward=[table] * 3), acceptance, reread=frozenset({HEAD}))
+    nothing = np.where(np.arange(6) > 0, 0.0, acceptance.survival)
     with started(arguments) as engine:
         for selection in (Selection((HEAD,), (3,)), Selection((HEAD, MID), (2, 5))):
             engine.select_levels(selection.levels, selection.draft_lengths)
@@ -116,11 +113,10 @@ def test_tokens_per_step_are_predicted(measured, models, text_family, verifier):
 
 def test_a_head_reads_all_kept_tokens_once_more():
     """A head that is always right: 4 tokens a step, read in one call, and two calls more."""
-    table = LatencyTable(batch_sizes=[1], tokens=[1, 11], ms=[[1.0, 11.0]])
+    head = LatencyTable(batch_sizes=[1], tokens=[1, 11], ms=[[1.0, 11.0]])
     target = LatencyTable(batch_sizes=[1], tokens=[1], ms=[[20.0]])
-    sets = Measured(
-        Latencies(forward=[table, target]), Acceptance(np.ones((2, 2, 4, 4, 4))), frozenset()
-    )
+    survival = np.ones((2, 2, 4, 4, 4))
+    sets = Measured(Latencies(forward=[head, target]), Acceptance(survival))
     alone = Selection((0,), (3,))
     # The last drafted token and the bonus token are new to a model.
     assert predict(alone, sets).ms_per_step == pytest.approx(2 + 1 + 1 + 20)
@@ -130,30 +126,25 @@ def test_a_head_reads_all_kept_tokens_once_more():
 
 def test_a_published_head_without_norms_and_with_its_own_embedding(head, models, tmp_path):
     drafter = models.models[HEAD]
-    shutil.copytree(head, tmp_path / "head")
+    published = damaged_copy(head, tmp_path / "head", change_config(fc_norm=False))
     weights = load_file(f"{head}/model.safetensors")
     for i in range(3):
         assert weights.pop(f"fc_norm.{i}.weight") is not None
     weights["embed_tokens.weight"] = drafter.embedding.bfloat16()
     weights = {k.replace("midlayer.", "layers.0."): v for k, v in weights.items()}
     weights["t2d"] = torch.ones(models.vocabulary, dtype=torch.bool)
-    save_file(weights, tmp_path / "head" / "model.safetensors")
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "fc_norm": False}))
-    found = HeadDrafter(str(tmp_path / "head"), models.target)
+    save_file(weights, f"{published}/model.safetensors")
+    found = HeadDrafter(published, models.target)
     assert not found.head.shape.fc_norm
     assert torch.allclose(found.embedding, drafter.embedding, atol=0.02)
     assert found.head.draft_tokens.equal(drafter.head.draft_tokens)
 
 
 def test_layers_are_those_that_vllm_reads_in_the_order_in_which_they_run(head, models, tmp_path):
-    shutil.copytree(head, tmp_path / "head")
-    path = tmp_path / "head" / "config.json"
-    config = json.loads(path.read_text())
-    layers = config.pop("eagle_aux_hidden_state_layer_ids", None) or [2, 1, 0]
-    nested = {"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "layer_ids": layers[::-1]}
-    path.write_text(json.dumps({**config, "eagle_config": nested}))
-    assert list(load_head(tmp_path / "head", models.target).shape.layers) == sorted({*layers})
+    nested = {"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "layer_ids": [2, 1, 0]}
+    change = change_config(eagle_aux_hidden_state_layer_ids=None, eagle_config=nested)
+    found = load_head(damaged_copy(head, tmp_path / "head", change), models.target)
+    assert found.shape.layers == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +159,11 @@ def test_layers_are_those_that_vllm_reads_in_the_order_in_which_they_run(head, m
     ],
 )
 def test_other_heads_are_refused(head, models, tmp_path, change, message):
-    shutil.copytree(head, tmp_path / "head")
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, **change}))
+    other = damaged_copy(head, tmp_path / "head", change_config(**change))
     with pytest.raises(UserError, match=message):
-        HeadDrafter(str(tmp_path / "head"), models.target)
+        HeadDrafter(other, models.target)
+
+
+def test_a_head_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="no file"):
         load_head(tmp_path / "none")

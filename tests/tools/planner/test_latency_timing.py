@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 from typing import ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,11 +24,10 @@ from vllm_hsd.tools.planner.timing import Timing
 MODEL_AND_EXIT = candidates(models=["m"], exits=[2])
 
 
-def make_timing(tmp_path, candidates=MODEL_AND_EXIT, **changes):
-    task = {
-        "engine_args": {"dtype": "float32"}, "batch_sizes": [1, 4], "max_draft_tokens": 8
-    }  # fmt: skip
-    return Timing(Task("t", candidates, **{**task, **changes}), [[1, 2]], 50, tmp_path)
+def make_timing(tmp_path, candidates=MODEL_AND_EXIT):
+    engine = {"dtype": "float32"}
+    task = Task("t", candidates, max_draft_tokens=8, batch_sizes=[1, 4], engine_args=engine)
+    return Timing(task, [[1, 2]], 50, tmp_path)
 
 
 def shapes(found):
@@ -44,13 +44,14 @@ def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_lengt
         assert below == {(1, 2), (2, 3), (4, 5), (7, 8)}
     assert {b for levels, b in cascades if levels == (2,)} == {(1,), (2,), (4,), (7,), (8,)}
     assert {s["batch"] for s in found} == {1, 4}
-    passes = (make_timing(tmp_path).settings(number) for number in (0, 1))
-    first, second = ({s["first_prompt"] for s in settings} for settings in passes)
+    again = make_timing(tmp_path).settings(1)
+    first, second = ({s["first_prompt"] for s in settings} for settings in (found, again))
     assert not first & second and len(first) == len(cascades)
 
 
-def recordings(rng, batches=(1, 4)):
+def recordings():
     """Calls of 2 + 0.5 t ms (model 0) and 1 ms (model 1), with an overhead and rare pauses."""
+    rng, batches = np.random.default_rng(0), (1, 4)
     calls, steps = [], []
     for batch in batches:
         for tokens in range(1, 10):
@@ -68,18 +69,15 @@ def recordings(rng, batches=(1, 4)):
 
 
 def test_requests_have_no_seed_which_would_choose_another_verifier(tmp_path):
-    class Engine:
-        def call(self, function, *arguments):
-            self.last = arguments
-            return {"calls": []}
-
-    engine, found = Engine(), make_timing(tmp_path)
+    engine, found = mock.Mock(), make_timing(tmp_path)
+    engine.call.return_value = {"calls": []}
     found.run(engine, found.plain_settings(1)[:1])
-    assert engine.last[1]["temperature"] == 1 and "seed" not in engine.last[1]
+    _, _, params = engine.call.call_args.args
+    assert params["temperature"] == 1 and "seed" not in params
 
 
 def test_tables_are_the_times_that_were_recorded(tmp_path):
-    found = make_timing(tmp_path).latencies(*recordings(np.random.default_rng(0)))
+    found = make_timing(tmp_path).latencies(*recordings())
     for tokens in (1, 3, 5, 9):
         assert found.forward[0].at(1, tokens) == pytest.approx(2 + 0.5 * tokens, rel=0.03)
         assert found.call(0, "verify", 4, tokens) == pytest.approx(2.3 + 0.5 * tokens, rel=0.03)
@@ -98,7 +96,7 @@ def test_tables_are_the_times_that_were_recorded(tmp_path):
 
 def test_a_pass_that_takes_longer_over_fewer_tokens_is_told_from_noise(tmp_path):
     """As measured of a 1.5B in 16 bits on an older CPU; between 3 and 5 there is noise alone."""
-    (cascade,), plain = recordings(np.random.default_rng(0))
+    (cascade,), plain = recordings()
     taken = {1: 230, 2: 266, 3: 195, 4: 193, 5: 195, 6: 195, 7: 238, 8: 253, 9: 261}
     for step in cascade["steps"]:
         step["ms"] *= taken[step["tokens"] // step["batch"]] / 20
@@ -110,7 +108,7 @@ def test_a_pass_that_takes_longer_over_fewer_tokens_is_told_from_noise(tmp_path)
 
 def test_a_disturbed_machine_is_written_down(tmp_path):
     """Two passes of the plain engine a fifth apart, other processes on half a core."""
-    cascades, (plain,) = recordings(np.random.default_rng(0))
+    cascades, (plain,) = recordings()
     slower = [{**step, "ms": 1.2 * step["ms"]} for step in plain["steps"]]
     again = {"steps": slower, "other_cores": 0.5, "steal": 0.03}
     load = make_timing(tmp_path).latencies(cascades, [plain, again, again]).load
@@ -135,13 +133,12 @@ class RecordedTiming(Timing):
             self.alive -= 1
 
     def run(self, engine, settings, advance=lambda: None):
-        if len(self.asked) == 3:
-            self.asked.append("interrupted")
-            raise KeyboardInterrupt
         self.asked.append(("cascades" if engine else "plain", self.alive))
-        cascades, plain = recordings(np.random.default_rng(0))
+        if len(self.asked) == 3:
+            raise KeyboardInterrupt
         for _ in settings:
             advance()
+        cascades, plain = recordings()
         return cascades if engine else plain
 
 
@@ -154,44 +151,48 @@ def test_engines_alternate_and_an_interrupted_measurement_continues(tmp_path, mo
     done = []
     timed = RecordedTiming(task, [[1]], 50, tmp_path)
     found = timed.measure(store, lambda: done.append(1))
-    asked = [name for name in RecordedTiming.asked if name != "interrupted"]
+    names, alive = zip(*RecordedTiming.asked, strict=True)
     assert len(done) == timed.num_settings
     assert found.call(-1, "plain", 1, 1) == 15.0
     assert timed.alive == 0
-    assert [name for name, _ in asked] == ["cascades", "plain"] * timing.PASSES
-    assert asked[-1][1] == 2
+    # The interrupted one is asked again.
+    assert names[:2] + names[3:] == ("cascades", "plain") * timing.PASSES
+    assert alive[-1] == 2
 
 
-ENGINE = {
-    "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
-    "kv_cache_memory_bytes": 1 << 26,
-}  # fmt: skip
+@pytest.fixture
+def timing_of(text_family, tmp_path, monkeypatch):
+    """A function of prompts and candidates -> `Timing` of an engine that is forked."""
+    monkeypatch.setattr(timing, "EngineProcess", functools.partial(EngineProcess, **forked()))
+    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128}
+    engine["kv_cache_memory_bytes"] = 1 << 26
+
+    def of(prompts, **kinds):
+        target, found = text_family.target, candidates(**kinds)
+        task = Task(target, found, Sampling(), 4, batch_sizes=[2], engine_args=engine)
+        return Timing(task, prompts, text_family.vocabulary, tmp_path)
+
+    return of
 
 
-def test_an_engine_records_every_call_and_step(text_family, tmp_path, monkeypatch):
+def test_an_engine_records_every_call_and_step(timing_of, text_family):
     """A single drafter, a cascade, and a lookup below a model, in one engine."""
-    found = candidates(models=[text_family.small, text_family.mid], ngram=3)
-    task = Task(
-        text_family.target, found, Sampling(), 4, batch_sizes=[2], engine_args=ENGINE
-    )  # fmt: skip
     prompts = [[5, 9, 30], [7, 80, 81, 12], [5, 6, 7, 5, 6, 7, 5]]
-    timed = Timing(task, prompts, text_family.vocabulary, tmp_path)
+    timed = timing_of(prompts, models=[text_family.small, text_family.mid], ngram=3)
     settings = [
         {"levels": [2], "draft_lengths": [3], "batch": 1, "tokens": 24, "first_prompt": 0},
         {"levels": [1, 2], "draft_lengths": [2, 4], "batch": 2, "tokens": 24, "first_prompt": 1},
         {"levels": [0, 1], "draft_lengths": [2, 4], "batch": 1, "tokens": 24, "first_prompt": 2},
     ]
     done = []
-    monkeypatch.setattr(timing, "EngineProcess", functools.partial(EngineProcess, **forked()))
     with timed.engine(True) as engine:
         single, cascade, lookup = timed.run(engine, settings, lambda: done.append(1))
         (again,) = timed.run(engine, settings[:1])
     assert len(done) == 3
-    assert again["emitted"] == single["emitted"]  # seeded: the same text
+    assert again["emitted"] == single["emitted"]
     full = [step for step in single["steps"] if step["tokens"] == 4]
     assert {step["batch"] for step in single["steps"]} == {1}
-    assert {call["level"] for call in single["calls"]} == {2}
-    assert {call["role"] for call in single["calls"]} == {"draft"}
+    assert {(c["level"], c["role"]) for c in single["calls"]} == {(2, "draft")}
     # The first draft comes with the prefill, which is not timed.
     assert 3 * (len(full) - 1) <= len(single["calls"]) <= 3 * len(single["steps"]) + 3
     assert single["other_cores"] >= 0 and 0 <= single["steal"] <= 1
@@ -229,24 +230,20 @@ def test_lowest_levels_are_sources_of_one(tmp_path):
     assert one.places == {0: (0, None), 1: (2, None), 2: (1, None)}
 
 
-def test_an_engine_records_sources_alone_and_together(text_family, tmp_path, monkeypatch):
+def test_an_engine_records_sources_alone_and_together(timing_of, text_family, tmp_path):
     """Lookups, both of them, a head, and these below a model, in one engine."""
     size = text_family.vocabulary
     head = write_eagle3_head(text_family.target, tmp_path / "head", draft_vocabulary=size - 8)
-    store = tmp_path / "pairs.safetensors"
-    write_store(collect_texts([np.arange(size).repeat(2)], size), str(store))
-    found = candidates(models=[text_family.mid], ngram=3, bigram=str(store), eagle3=head)
-    task = Task(
-        text_family.target, found, Sampling(), 4, batch_sizes=[2], engine_args=ENGINE
-    )  # fmt: skip
-    timed = Timing(task, [[5, 6, 7, 5, 6, 7, 5]], size, tmp_path)
+    store = str(tmp_path / "pairs.safetensors")
+    write_store(collect_texts([np.arange(size).repeat(2)], size), store)
+    levels = {"models": [text_family.mid], "ngram": 3, "bigram": store, "eagle3": head}
+    timed = timing_of([[5, 6, 7, 5, 6, 7, 5]], **levels)
     cascades = [[0], [1], [2], [3], [2, 4], [3, 4], [4]]
     settings = [
         {"levels": c, "draft_lengths": [2, 4][-len(c) :], "batch": 2, "tokens": 16,
          "first_prompt": 0}
         for c in cascades
     ]  # fmt: skip
-    monkeypatch.setattr(timing, "EngineProcess", functools.partial(EngineProcess, **forked()))
     with timed.engine(True) as engine:
         recorded = timed.run(engine, settings)
         with pytest.raises(UserError, match=r"sources \[3\] are not among the level's 3"):

@@ -1,19 +1,20 @@
 """A target and its candidates: probabilities, exits, tables, drawn text, refused inputs."""
 
 import gc
-import shutil
+import re
 import weakref
 
 import numpy as np
 import pytest
 import torch
 from support.architectures import write_models
-from support.tiny_models import byte_tokenizer
+from support.damage import change_file, damaged_copy
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.cascade.exit_head import ExitHead, read_exit_head, write_exit_head
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools.audit.tiny_models import byte_tokenizer
 from vllm_hsd.tools.exit_head_training import plain_exit_head
 from vllm_hsd.tools.planner.models import ModelSet, probabilities, truncated
 from vllm_hsd.tools.planner.profile import Sampling
@@ -68,25 +69,33 @@ def test_one_pass_over_the_target_gives_its_exits(models, text_family):
 
 def test_drawing_with_a_cache_and_padding_follows_the_probabilities(models):
     """First tokens after two contexts of different lengths, by their frequencies."""
-    contexts = [[5, 9, 30], [7, 7, 7, 80, 81, 12]]
-    draws = 400
+    contexts, cooler, draws = [[5, 9, 30], [7, 7, 7, 80, 81, 12]], Sampling(temperature=0.7), 400
+
+    def after(text):
+        logits = models.logits(torch.tensor([text]), len(text) - 1, [0])[0][0, 0]
+        return probabilities(cooler, logits).numpy()
+
     generator = torch.Generator().manual_seed(0)
-    tokens = models.draw(0, contexts * draws, 2, Sampling(temperature=0.7), generator).numpy()
+    tokens = models.draw(0, contexts * draws, 2, cooler, generator).numpy()
     for row, context in enumerate(contexts):
-        drawn = tokens[row::2]
-        logits = models.logits(torch.tensor([context]), len(context) - 1, [0])[0][0, 0]
-        probs = probabilities(Sampling(temperature=0.7), logits).numpy()
+        drawn, probs = tokens[row::2], after(context)
         seen = np.bincount(drawn[:, 0], minlength=len(probs)) / draws
         assert 0.5 * np.abs(seen - probs).sum() < 0.3
         # The second token, given the most frequent first one.
         first = int(seen.argmax())
-        extended = torch.tensor([[*context, first]])
-        logits = models.logits(extended, len(context), [0])[0][0, 0]
-        probs = probabilities(Sampling(temperature=0.7), logits).numpy()
+        probs = after([*context, first])
         follows = drawn[drawn[:, 0] == first, 1]
         likely = int(probs.argmax())
         error = 4 * np.sqrt(0.25 / len(follows))
         assert (follows == likely).mean() == pytest.approx(probs[likely], abs=error)
+
+
+def assert_continued(found, models, model, contexts, tokens):
+    """The logits are those of the model on each whole text."""
+    for row, context in enumerate(contexts):
+        whole = torch.tensor([[*context, *tokens[row, :-1]]])
+        alone = models.logits(whole, len(context) - 1, [model])[model][0]
+        assert torch.allclose(found[row], alone, atol=1e-4)
 
 
 def test_contexts_of_one_text_are_continued_from_one_reading(models, text_family, monkeypatch):
@@ -105,10 +114,7 @@ def test_contexts_of_one_text_are_continued_from_one_reading(models, text_family
         assert read == [29, 1, 3, 4]
         monkeypatch.undo()
         read.clear()
-        for row, context in enumerate(contexts):
-            whole = torch.tensor([[*context, *tokens[row, :-1]]])
-            alone = models.logits(whole, len(context) - 1, [model])[model][0]
-            assert torch.allclose(found[row], alone, atol=1e-4)
+        assert_continued(found, models, model, contexts, tokens)
 
 
 def test_models_are_freed_for_the_engine_that_is_timed_next(text_family):
@@ -127,15 +133,11 @@ def test_models_are_freed_for_the_engine_that_is_timed_next(text_family):
 def test_another_vocabulary(text_family, family, tmp_path):
     with pytest.raises(UserError, match=r"vocabulary of 64 entries .* must be the same"):
         ModelSet(text_family.target, make_candidates(models=[family.small]))
-    other = tmp_path / "other"
-    shutil.copytree(text_family.small, other)
-    tokenizer = (other / "tokenizer.json").read_text()
-    swapped = (
-        tokenizer.replace('"a":', '"\x00":').replace('"b":', '"a":').replace('"\x00":', '"b":')
-    )
-    (other / "tokenizer.json").write_text(swapped)
+    new = {b'"a":': b'"b":', b'"b":': b'"a":'}
+    swap = change_file(lambda t: re.sub(rb'"[ab]":', lambda m: new[m[0]], t), "tokenizer.json")
+    other = damaged_copy(text_family.small, tmp_path / "other", swap)
     with pytest.raises(UserError, match="another vocabulary than the target"):
-        ModelSet(text_family.target, make_candidates(models=[str(other)]))
+        ModelSet(text_family.target, make_candidates(models=[other]))
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Granite"])
@@ -153,11 +155,7 @@ def test_exits_keep_soft_caps_and_scaling(name, tmp_path):
         alone = models.logits(tokens, 5, [i])[i]
         assert torch.allclose(together[i], alone, atol=1e-4)
         # Beyond the window, where there is one.
-        found = models.continued(i, contexts, tokens)
-        for row, context in enumerate(contexts):
-            whole = torch.tensor([[*context, *tokens[row, :-1]]])
-            alone = models.logits(whole, len(context) - 1, [i])[i][0]
-            assert torch.allclose(found[row], alone, atol=1e-4)
+        assert_continued(models.continued(i, contexts, tokens), models, i, contexts, tokens)
     assert torch.allclose(together[2], model(input_ids=tokens).logits[:, 5:], atol=1e-4)
     # The head's start is the plain exit of its layer, but for the cap.
     exits = truncated(model, 2)(input_ids=tokens).logits[:, 5:]

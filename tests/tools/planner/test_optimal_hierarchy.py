@@ -56,8 +56,7 @@ def test_capped_graph_with_recorded_survival_equals_brute_force(seed, with_looku
     rng = np.random.default_rng(seed)
     models, size = 3, 4
     draft = np.sort(rng.uniform(0.1, 1, models))
-    verify = np.sort(rng.uniform(0.1, 3, (models + 1, size + 1)), axis=None)
-    verify = verify.reshape(models + 1, size + 1)
+    verify = np.sort(rng.uniform(0.1, 3, (models + 1) * (size + 1))).reshape(models + 1, size + 1)
     shape = (models + 1, models + 1, size + 1, size + 1, size + 1)
     survival = np.sort(rng.random(shape))[..., ::-1]
     survival[..., 0] = 1.0

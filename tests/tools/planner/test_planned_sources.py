@@ -24,6 +24,7 @@ from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine
 
 NGRAM, BIGRAM, TOGETHER, MID, TARGET = range(5)
 TOKENS, LONGEST = 48, 6
+LATENCIES = Latencies(forward=[LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])] * 5)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,8 @@ def contexts(models):
 
 
 def engine_of(models, levels, lengths):
-    drafters = [models.models[i] for i in levels]
-    drafters[0] = drafters[0].fresh()
-    drafters[1:] = map(HuggingFaceLevel, drafters[1:])
+    lowest, *above = (models.models[i] for i in levels)
+    drafters = [lowest.fresh(), *map(HuggingFaceLevel, above)]
     options = [LevelOptions(length) for length in lengths]
     return ReferenceEngine(HuggingFaceLevel(models.target), drafters, options)
 
@@ -95,10 +95,8 @@ def test_rounds_are_those_of_an_engine(models, contexts, length):
 
 @pytest.fixture(scope="module")
 def measured(models, contexts):
-    task = Task(
-        models.target.config.name_or_path, models.candidates, Sampling(temperature=0),
-        LONGEST, TOKENS, 96,
-    )  # fmt: skip
+    target = models.target.config.name_or_path
+    task = Task(target, models.candidates, Sampling(temperature=0), LONGEST, TOKENS, 96)
     return measure_acceptance(models, contexts, task).tables
 
 
@@ -114,13 +112,12 @@ def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
     rows = np.sum([each.counts.rows for each in found], axis=0) / steps
     # A lookup makes one call for every draft that is asked for, a model one for every round.
     calls = [rows[0, Count.requested], *rows[1:, Count.forwards]]
-    table = LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
 
     def predicted(lookup):
         tables = {TOGETHER: measured[f"lookup{lookup}"]}
         survival = measured["block"].copy()
         survival[:, TOGETHER] = survival[:, lookup]
-        sets = Measured(Latencies(forward=[table] * 5), Acceptance(survival, tables))
+        sets = Measured(LATENCIES, Acceptance(survival, tables))
         return predict(selection, sets, output_tokens=TOKENS)
 
     found = predicted(TOGETHER)
@@ -137,11 +134,11 @@ def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, mea
         "dtype": "float32", "enforce_eager": True, "max_model_len": 256,
         "kv_cache_memory_bytes": 1 << 26,
     }  # fmt: skip
-    target, table = str(MODELS / "target"), LatencyTable(batch_sizes=[1], tokens=[1], ms=[[1.0]])
+    target = str(MODELS / "target")
     task = Task(target, models.candidates, max_draft_tokens=LONGEST, engine_args=engine_args)
     timing = Timing(task, contexts, models.vocabulary, tmp_path)
     tables = {i: measured[f"lookup{i}"] for i in range(MID)}
-    sets = Measured(Latencies(forward=[table] * 5), Acceptance(measured["block"], tables))
+    sets = Measured(LATENCIES, Acceptance(measured["block"], tables))
     params = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     with timing.engine(True) as engine:
         for levels, lengths in (((TOGETHER,), (2,)), ((TOGETHER,), (6,)), ((BIGRAM,), (4,))):

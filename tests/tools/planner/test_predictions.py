@@ -16,34 +16,22 @@ LONGEST = 12
 LOOKUP = 3  # index of the prompt lookup among the candidates
 
 
-def random_lookup(verifiers, size, seed=0):
-    """A lookup's table with all the shares that a measurement can have."""
-    offered, accepted = np.tril_indices(size + 1)
-    joint = np.zeros((verifiers, size + 1, size + 1, size + 1, size + 1))
-    shares = np.random.default_rng(seed).dirichlet(np.ones(len(offered)), joint.shape[:3])
-    joint[..., offered, accepted] = shares
-    joint[-1] = joint[-1, :, :1]  # the same everywhere for the target
-    return joint
-
-
-def with_lookup(tables, joint):
-    """Acceptance of models and, before the target, a lookup."""
-    models, lookup = len(tables), len(tables) - 1
-    wide = np.zeros((models + 1, models + 1, *tables.shape[2:]))
-    wide[..., 0] = 1.0
-    inner = [*range(models - 1), models]
-    wide[np.ix_(inner, inner)] = tables
-    reached = np.cumsum(joint.sum(-2)[..., ::-1], -1)[..., ::-1]
-    within = np.arange(tables.shape[-1]) <= np.arange(tables.shape[-1])[:, None, None]
-    wide[:, lookup] = np.minimum(reached * within, 1.0)
-    return Acceptance(wide, {lookup: joint})
-
-
 @pytest.fixture(scope="module")
 def acceptance():
     """Drafters 0..2 with independent acceptance, a prompt lookup, and the target."""
-    rates = [[1, 0.7, 0.6, 0.5], [0.7, 1, 0.8, 0.7], [0.6, 0.8, 1, 0.85], [0.5, 0.7, 0.85, 1]]
-    return with_lookup(independent_survival(rates, LONGEST), random_lookup(5, LONGEST))
+    rates = [[1, 0.7, 0.6, 0, 0.5], [0.7, 1, 0.8, 0, 0.7], [0.6, 0.8, 1, 0, 0.85]]
+    rates += [[0, 0, 0, 0, 0], [0.5, 0.7, 0.85, 0, 1]]
+    survival = independent_survival(rates, LONGEST).copy()
+    sizes = np.arange(LONGEST + 1)
+    # The lookup has all the shares that a measurement can have.
+    offered, accepted = np.tril_indices(len(sizes))
+    joint = np.zeros((5, *[len(sizes)] * 4))
+    shares = np.random.default_rng(0).dirichlet(np.ones(len(offered)), joint.shape[:3])
+    joint[..., offered, accepted] = shares
+    joint[-1] = joint[-1, :, :1]  # the same everywhere for the target
+    reached = np.cumsum(joint.sum(-2)[..., ::-1], -1)[..., ::-1]
+    survival[:, LOOKUP] = np.minimum(reached * (sizes <= sizes[:, None, None]), 1.0)
+    return Acceptance(survival, {LOOKUP: joint})
 
 
 def flat(acceptance, *ms):
@@ -134,9 +122,8 @@ def test_the_prediction_is_the_mean_of_cascades_that_run(name, batch, of_serving
 
 def test_one_level_is_the_closed_form(acceptance):
     predicted = predict.predict(Selection((1,), (6,)), flat(acceptance, 0.1, 0.5, 1, 1, 5))
-    assert predicted.ms_per_token == pytest.approx(
-        closed_forms.cascade_latency([0.5, 5], [0.7], [6]), rel=1e-12
-    )
+    closed = closed_forms.cascade_latency([0.5, 5], [0.7], [6])
+    assert predicted.ms_per_token == pytest.approx(closed, rel=1e-12)
     assert predicted.tokens_per_step == pytest.approx(closed_forms.expected_tokens(0.7, 6))
 
 

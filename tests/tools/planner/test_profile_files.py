@@ -1,6 +1,8 @@
 """The profile's files: round trip, warnings, and files that cannot be planned with."""
 
 import json
+from functools import reduce
+from operator import getitem
 
 import numpy as np
 import pytest
@@ -9,41 +11,34 @@ from support.plain_profile import plain_profile
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner import profile
-from vllm_hsd.tools.planner.latencies import LatencyTable
 
 
 def flat(ms):
-    return LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]])
+    return {"batch_sizes": [1], "tokens": [1], "ms": [[ms]]}
 
 
-@pytest.fixture
-def raw():
-    """A valid file's content: two candidates and the target, rates only."""
-    return plain_profile()
+def load(directory, content):
+    (directory / "profile.json").write_text(json.dumps(content))
+    return profile.load_profile(directory / "profile.json")
 
 
-def written(tmp_path, content):
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
-def test_a_profile_by_hand_needs_rates_and_latencies_only(tmp_path, raw):
-    loaded = profile.load_profile(written(tmp_path, raw))
+def test_a_profile_by_hand_needs_rates_and_latencies_only(tmp_path):
+    raw = plain_profile()
+    loaded = load(tmp_path, raw)
     assert loaded.names == ["small", "exit 2", "target"]
     survival = loaded.acceptance("block").survival
     assert survival.shape == (3, 3, 5, 5, 5)
     assert survival[2, 0, 4, 0] == pytest.approx(0.6 ** np.arange(5))
     assert profile.environment_warnings(loaded) == profile.measurement_warnings(loaded) == []
     raw["latencies"]["load"] = {"other_cores": 0.0, "steal": 0.5, "drift": 0.01}
-    (stolen,) = profile.measurement_warnings(profile.load_profile(written(tmp_path, raw)))
+    (stolen,) = profile.measurement_warnings(load(tmp_path, raw))
     assert "the hypervisor took 50% of the processor time" in stolen
 
 
 @pytest.fixture
-def saved(tmp_path, raw):
+def saved(tmp_path):
     """Path of a profile with tables: a model, a prompt lookup and the target."""
-    rng = np.random.default_rng(0)
+    raw, rng = plain_profile(), np.random.default_rng(0)
     survival = -np.sort(-rng.random((3, 3, 5, 5, 5)), axis=-1)
     joint = np.tril(rng.random((3, 5, 5, 5, 5)))
     raw["candidates"][0] = {"name": "ngram 4", "level": {"ngram": {"max": 4}}}
@@ -93,51 +88,46 @@ def test_tables_that_cannot_be_planned_with(saved, change, message):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["schema"], 2, 'lacks "schema": 3'),
-        (["schema"], True, 'lacks "schema": 3'),
-        (["rates", 0, 2], 1.2, r"small and target is 1\.2, outside \[0, 1\]"),
-        (["rates", 0, 2], None, "small and target is missing"),
-        (["rates", 0, 2], 0.1, "0.1 one way and 0.6 the other"),
-        (["rates"], [[1, 0.7], [0.7, 1]], "rates must be 3 x 3"),
-        (["rates"], [[1, 0.9, 0.1], [0.9, 1, 0.9], [0.1, 0.9, 1]], "triangle inequality"),
-        (["latencies", "forward", 1, "ms", 0, 0], 0, "a latency of exit 2 is 0, not above 0"),
-        (["latencies", "forward", 2, "ms", 0, 0], -3, "a latency of target is -3"),
-        (["latencies", "forward", 0, "ms", 0, 0], float("nan"), "is not JSON"),
-        (["latencies", "forward", 0, "ms", 0, 0], True, "key 'latencies.forward.0.ms.0.0': "),
-        (["latencies", "plain"], flat(0.0).model_dump(), "a latency of plain is 0, not above 0"),
+        ("schema", 2, 'lacks "schema": 3'),
+        ("schema", True, 'lacks "schema": 3'),
+        ("rates.0.2", 1.2, r"small and target is 1\.2, outside \[0, 1\]"),
+        ("rates.0.2", None, "small and target is missing"),
+        ("rates.0.2", 0.1, "0.1 one way and 0.6 the other"),
+        ("rates", [[1, 0.7], [0.7, 1]], "rates must be 3 x 3"),
+        ("rates", [[1, 0.9, 0.1], [0.9, 1, 0.9], [0.1, 0.9, 1]], "triangle inequality"),
+        ("latencies.forward.1.ms.0.0", 0, "a latency of exit 2 is 0, not above 0"),
+        ("latencies.forward.2.ms.0.0", -3, "a latency of target is -3"),
+        ("latencies.forward.0.ms.0.0", float("nan"), "is not JSON"),
+        ("latencies.forward.0.ms.0.0", True, "key 'latencies.forward.0.ms.0.0': "),
+        ("latencies.plain", flat(0.0), "a latency of plain is 0, not above 0"),
+        ("latencies.overhead", {"draft": flat(-0.1)}, "a latency of overhead.draft is -0.1"),
+        ("rates.0.2", -0.2, r"small and target is -0\.2, outside \[0, 1\]"),
+        ("rates.0.2", "high", "key 'rates.0.2': "),
+        ("latencies.forward", [], "latencies.forward must have 3 entries"),
+        ("latencies.forward.0.tokens", [2, 1], "tokens must be ascending"),
+        ("candidates", [], "key 'candidates': "),
+        ("candidates.0", {"name": "x"}, "key 'candidates.0.level': "),
+        ("candidates.0.level", {}, "needs one of the kinds: bigram"),
+        ("candidates.0.level", {"ngram": {}}, "which needs 'tables'"),
+        ("candidates.0.level", {"sources": [{"ngram": {}}]}, "which needs 'tables'"),
         (
-            ["latencies", "overhead"],
-            {"draft": flat(-0.1).model_dump()},
-            "a latency of overhead.draft is -0.1",
-        ),
-        (["rates", 0, 2], -0.2, r"small and target is -0\.2, outside \[0, 1\]"),
-        (["rates", 0, 2], "high", "key 'rates.0.2': "),
-        (["latencies", "forward"], [], "latencies.forward must have 3 entries"),
-        (["latencies", "forward", 0, "tokens"], [2, 1], "tokens must be ascending"),
-        (["candidates"], [], "key 'candidates': "),
-        (["candidates", 0], {"name": "x"}, "key 'candidates.0.level': "),
-        (["candidates", 0, "level"], {}, "needs one of the kinds: bigram"),
-        (["candidates", 0, "level"], {"ngram": {}}, "which needs 'tables'"),
-        (["candidates", 0, "level"], {"sources": [{"ngram": {}}]}, "which needs 'tables'"),
-        (
-            ["candidates", 0, "level"],
+            "candidates.0.level",
             {"sources": [{"ngram": {}}, {"model": "m"}]},
             "has 'sources' that are not all lookups.*`vllm-hsd bench`",
         ),
-        (["candidates", 0, "level"], {"model": "m", "branches": 2}, "has 'branches'.*bench`"),
-        (["max_draft_tokens"], 0, "key 'max_draft_tokens': "),
-        (["max_draft_tokens"], 10**6, "key 'max_draft_tokens': "),
-        (["target"], "x" * 10**5, "key 'target': "),
-        (["nonsense"], 1, "key 'nonsense': "),
+        ("candidates.0.level", {"model": "m", "branches": 2}, "has 'branches'.*bench`"),
+        ("max_draft_tokens", 0, "key 'max_draft_tokens': "),
+        ("max_draft_tokens", 10**6, "key 'max_draft_tokens': "),
+        ("target", "x" * 10**5, "key 'target': "),
+        ("nonsense", 1, "key 'nonsense': "),
     ],
 )
-def test_files_that_cannot_be_planned_with(tmp_path, raw, path, value, message):
-    place = raw
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+def test_files_that_cannot_be_planned_with(tmp_path, path, value, message):
+    raw = plain_profile()
+    *way, last = (int(key) if key.isdigit() else key for key in path.split("."))
+    reduce(getitem, way, raw)[last] = value
     with pytest.raises(UserError, match=message) as error:
-        profile.load_profile(written(tmp_path, raw))
+        load(tmp_path, raw)
     text = str(error.value)
     assert text.startswith("profile") and text.endswith(".") and "\n" not in text
     assert len(text) < 500

@@ -4,55 +4,39 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
-from oracle.distributions import chain_distribution
+from oracle import sequential
+from oracle.exact import Table, distribution_of
 
 from vllm_hsd.tools.planner import survival
 from vllm_hsd.tools.planner.optimize import renewal
 
 
-def markov_chains(rng, vocabulary=3, drift=0.6):
-    """Transition tables float64 [V, V] of a drafter and of a target."""
-    target, other = rng.dirichlet(np.full(vocabulary, 0.6), size=(2, vocabulary))
-    return (1 - drift) * target + drift * other, target
-
-
-def log_ratios(drafter, verifier, tokens):
-    """log q(x) - log p(x) along texts, [texts, length]."""
-    steps = tokens[:, :-1], tokens[:, 1:]
-    return np.log(drafter[steps]) - np.log(verifier[steps])
-
-
-def joint_distribution(p, q, n, verifier):
-    """{(accepted, emitted tokens): P} of one round from state 0, by enumeration of all drafts.
-
-    p, q: transition tables [V, V] with state 0 as the context.
-    """
-    joint: dict = {}
-    for draft in itertools.product(range(len(p)), repeat=n):
-        states = [0, *draft]
-        rows, drawn = torch.from_numpy(p[states]), torch.from_numpy(q[states[:-1]])
-        chance = np.prod([q[a, b] for a, b in itertools.pairwise(states)])
-        found = chain_distribution(rows, drawn, torch.tensor(draft), method=verifier)
-        for (kept, token), share in np.ndenumerate(found.numpy()):
-            key = kept, (*draft[:kept], token)
-            joint[key] = joint.get(key, 0.0) + chance * share
-    return joint
-
-
 @pytest.mark.parametrize("verifier", survival.VERIFIERS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_accepted_length_given_the_text_is_the_survival_along_it(verifier, seed):
-    q, p = markov_chains(np.random.default_rng(seed))
-    n = 3
-    joint = joint_distribution(p, q, n, verifier)
-    for (kept, emitted), chance in joint.items():
-        text = np.array([[0, *emitted]])
-        ratios = survival.windows(log_ratios(q, p, text), n)
-        alive = survival.survival_along(ratios, verifier)[0, 0]
-        reached = alive[kept + 1] if kept < n else 0.0
-        of_text = np.prod([p[a, b] for a, b in itertools.pairwise(text[0])])
-        assert chance == pytest.approx(of_text * (alive[kept] - reached), abs=1e-12)
+    """In a round between Markov chains, from state 0."""
+    tables = Table(3, 2 * seed, zeros=0), Table(3, 2 * seed + 1, zeros=0)
+    p, q = ([table((state,)) for state in range(3)] for table in tables)
+    target, drafter, n = np.array(p, dtype=float), np.array(q, dtype=float), 3
+
+    def round_(choices):
+        states = [0]
+        for _ in range(n):
+            states.append(choices.sample(q[states[-1]]))
+        rows = [p[state] for state in states], [q[state] for state in states[:-1]]
+        verify = getattr(sequential, verifier)
+        kept, token = verify(*rows, states[1:], choices.bernoulli, choices.sample)
+        return kept, (*states[1 : kept + 1], token)
+
+    joint = distribution_of(round_)
+    for kept in range(n + 1):
+        for emitted in itertools.product(range(3), repeat=kept + 1):
+            steps = (0, *emitted[:-1]), emitted
+            ratios = np.log(drafter[steps]) - np.log(target[steps])
+            alive = survival.survival_along(survival.windows(ratios[None], n), verifier)[0, 0]
+            reached = alive[kept + 1] if kept < n else 0.0
+            expected = target[steps].prod() * (alive[kept] - reached)
+            assert float(joint.get((kept, emitted), 0)) == pytest.approx(expected, abs=1e-12)
 
 
 ONE = np.ones((1, 1, 1))

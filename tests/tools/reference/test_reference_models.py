@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from support.tiny_models import tiny_llama
 from transformers import T5Config, T5ForConditionalGeneration
 
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.text_store import collect_texts
+from vllm_hsd.tools.audit.tiny_models import tiny_llama
 from vllm_hsd.tools.planner.bigram_levels import BigramModelLevel
 from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
@@ -49,54 +49,48 @@ def models(request):
     return target, noisy(target, 0.15), noisy(target, 0.3)
 
 
-def pair_model() -> BigramModelLevel:
-    tokens = torch.randint(0, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
-    return BigramModelLevel(collect_texts([tokens.numpy()], VOCABULARY))
+TARGET, MID, SMALL, PAIRS = range(4)
+# Levels below the target, and what else an engine is made with.
+ENGINES = {
+    "none": ([], {}),
+    "chain": ([MID], {"options": [LevelOptions(3)], "verifier": "standard"}),
+    "cascade": (
+        [SMALL, MID],
+        {"options": [LevelOptions(2), LevelOptions(6)], "horizontal_tokens": 2},
+    ),
+    "entropy": ([SMALL, MID], {"options": [LevelOptions(n, stopping="entropy") for n in (3, 6)]}),
+    "three levels": (
+        [PAIRS, SMALL, MID],
+        {"options": [LevelOptions(1), LevelOptions(3), LevelOptions(6, max_rounds=2)]},
+    ),
+    "three drafts": ([MID], {"draft_tree": TreeOptions((3, 1, 1))}),
+    "top-k tree": ([MID], {"draft_tree": TreeOptions((2, 2), "top_k")}),
+    "tree without replacement": ([MID], {"draft_tree": TreeOptions((2, 2), "without_replacement")}),
+}
 
 
-def engines(models, keeps_cache: bool = True) -> dict[str, ReferenceEngine]:
-    target, mid, small = (HuggingFaceLevel(model, keeps_cache) for model in models)
-    entropy = [LevelOptions(3, stopping="entropy"), LevelOptions(6, stopping="entropy")]
-    return {
-        "none": ReferenceEngine(target),
-        "chain": ReferenceEngine(target, [mid], [LevelOptions(3)], verifier="standard"),
-        "cascade": ReferenceEngine(
-            target, [small, mid], [LevelOptions(2), LevelOptions(6)], horizontal_tokens=2
-        ),
-        "entropy": ReferenceEngine(target, [small, mid], entropy),
-        "three levels": ReferenceEngine(
-            target,
-            [pair_model(), small, mid],
-            [LevelOptions(1), LevelOptions(3), LevelOptions(6, max_rounds=2)],
-        ),
-        "three drafts": ReferenceEngine(target, [mid], draft_tree=TreeOptions((3, 1, 1))),
-        "top-k tree": ReferenceEngine(target, [mid], draft_tree=TreeOptions((2, 2), draw="top_k")),
-        "tree without replacement": ReferenceEngine(
-            target, [mid], draft_tree=TreeOptions((2, 2), draw="without_replacement")
-        ),
-    }
+def engine_of(models, name: str, keeps_cache: bool = True) -> ReferenceEngine:
+    text = torch.randint(0, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
+    pairs = BigramModelLevel(collect_texts([text.numpy()], VOCABULARY))
+    levels = [*(HuggingFaceLevel(model, keeps_cache) for model in models), pairs]
+    below, options = ENGINES[name]
+    return ReferenceEngine(levels[TARGET], [levels[i] for i in below], **options)
 
 
-NAMES = (
-    *("none", "chain", "cascade", "entropy", "three levels", "three drafts", "top-k tree"),
-    "tree without replacement",
-)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENGINES)
 def test_greedy_equals_generate_of_transformers(models, name):
     generated = models[0].generate(
         torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, use_cache=False
     )
-    found = engines(models)[name].generate(PROMPT, LENGTH, temperature=0)
+    found = engine_of(models, name).generate(PROMPT, LENGTH, temperature=0)
     assert found.token_ids == generated[0, -LENGTH:].tolist()
     assert found.block_efficiency == LENGTH / found.target_calls
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENGINES)
 def test_with_and_without_cache_the_tokens_are_equal(models, name):
     """After every rejection the caches of all models are valid."""
-    cached, recomputed = engines(models)[name], engines(models, keeps_cache=False)[name]
+    cached, recomputed = engine_of(models, name), engine_of(models, name, keeps_cache=False)
     drafted = accepted = 0
     for seed in range(3):
         one, other = (engine.generate(PROMPT, LENGTH, seed=seed) for engine in (cached, recomputed))
@@ -113,13 +107,12 @@ def test_equal_models_accept_everything(models, sampling):
     )
     generation = engine.generate(PROMPT, LENGTH, **sampling)
     assert generation.accepted == generation.drafted > 0
-    assert (
-        generation.counts.rows[:, Count.accepted] == generation.counts.rows[:, Count.drafted]
-    ).all()
+    counts = generation.counts.rows
+    assert (counts[:, Count.accepted] == counts[:, Count.drafted]).all()
 
 
 def test_generation_ends_with_eos(models):
-    engine = engines(models)["cascade"]
+    engine = engine_of(models, "cascade")
     free = engine.generate(PROMPT, LENGTH, temperature=0).token_ids
     eos = free[LENGTH // 2]
     ended = engine.generate(PROMPT, LENGTH, temperature=0, eos_token_id=eos).token_ids
