@@ -1,6 +1,6 @@
 """`vllm-hsd verify` on the tiny models: sound configurations pass, broken samplers are found."""
 
-import pkgutil
+from dataclasses import replace
 
 import pytest
 from support.cascades import cascade
@@ -91,26 +91,23 @@ def test_a_sampler_that_accepts_too_much_leans_to_what_is_recorded(text_family, 
     assert status == 1 and f"leans to {OFFERS}" in found["verdict"], found["verdict"]
 
 
-def test_what_mutants_replace_is_there():
-    for name in {target for mutant in MUTANTS.values() for target in mutant.patches}:
-        assert callable(pkgutil.resolve_name(name)), name
-
-
 @pytest.mark.parametrize(
-    ("num_tokens", "mutants"),
-    [
-        # Those that deviate least take too many tokens for the fast form.
-        (4096, [name for name, mutant in MUTANTS.items() if mutant.weight == 1]),
-        pytest.param(16384, list(MUTANTS), marks=[pytest.mark.slow, pytest.mark.timeout(6000)]),
-    ],
+    "num_tokens",
+    [4096, pytest.param(16384, marks=[pytest.mark.slow, pytest.mark.timeout(6000)])],
     ids=["fast", "all"],
 )
-def test_mutants_are_found_and_the_sound_sampler_is_not(tmp_path, num_tokens, mutants):
-    results = self_test.run(tmp_path, num_tokens, print, forked(), mutants)
-    assert [result.name for result in results] == [self_test.SOUND, *mutants]
+def test_mutants_are_found_and_the_sound_sampler_is_not(tmp_path, num_tokens, monkeypatch):
+    """All serve; those that deviate least take too many tokens for the fast form."""
+    missed = set()
+    if num_tokens == 4096:
+        missed = {name for name, mutant in MUTANTS.items() if mutant.weight > 1}
+        for name in missed:
+            monkeypatch.setitem(MUTANTS, name, replace(MUTANTS[name], weight=1))
+    results = self_test.run(tmp_path, num_tokens, print, forked(), list(MUTANTS))
+    assert [result.name for result in results] == [self_test.SOUND, *MUTANTS]
     page = verify_report.self_test_page(results)
-    assert all(result.as_expected for result in results), page
-    assert "SELF-TEST PASSED" in page
+    assert all(result.as_expected for result in results if result.name not in missed), page
+    assert missed or "SELF-TEST PASSED" in page
 
 
 # Trials of every place, temperature and filter.

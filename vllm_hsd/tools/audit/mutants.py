@@ -276,10 +276,10 @@ def _standard_residual(step):
 
 
 @_patches("uniforms met twice", "vllm_hsd.host.base_speculator:BaseSpeculator._stage")
-def _drafts_by_position(whole, self, state, *args):
+def _drafts_by_position(whole, self, state, *args, **options):
     from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
 
-    whole(self, state, *args)
+    whole(self, state, *args, **options)
     state.draws.div_(DRAWS_PER_LENGTH, rounding_mode="floor")
 
 
