@@ -120,7 +120,7 @@ class Sweep:
             engine = self.engines.get(index)
             if engine is not self._last:
                 # The first pass after another engine's is slower, not for those that share one.
-                engine.generate(prompts[:1], {"max_tokens": 2, "ignore_eos": True})
+                engine.generate([prompts[0][:8]], {"max_tokens": 2, "ignore_eos": True})
             self._last = engine
             show = [lambda _, text, i=index: on_text(i, text)] if on_text else []
             before = CpuTimes.now()
