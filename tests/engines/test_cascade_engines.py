@@ -127,7 +127,9 @@ def test_a_crowded_engine_loses_nothing(name, how, drafts, request, family, crow
     checked = results.values() if drafts == ALWAYS else [results["preempted"]]
     for result in checked:
         levels, accepted = result["levels"], result["counters"]["spec_decode_num_accepted_tokens"]
-        assert levels[-1]["accepted"] == accepted
+        if how != "recursion" or drafts == ALWAYS:
+            # Else any level may draft for the target.
+            assert levels[-1]["accepted"] == accepted
         assert accepted > 0 or drafts == LEARNED
         assert all(0 <= level["accepted"] <= level["drafted"] for level in levels)
     if how != "recursion" and drafts != ALWAYS:
