@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.common import write_csv
 from vllm_hsd.tools.cli import bench_drafts, bench_quality, bench_report
@@ -54,8 +53,7 @@ class Table:
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows; what they do not have is empty."""
-        filled = [dict.fromkeys(COLUMNS, "") | row for row in rows]
-        write_csv(self.path, filled, torch.get_num_threads(), append=True)
+        write_csv(self.path, [dict.fromkeys(COLUMNS, "") | row for row in rows], append=True)
 
 
 def times(own: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:

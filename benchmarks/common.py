@@ -44,18 +44,19 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 
-def write_csv(
-    path: Path, rows: Sequence[dict[str, Any]], threads: int = 1, append: bool = False
-) -> None:
+def write_csv(path: Path, rows: Sequence[dict[str, Any]], append: bool = False) -> None:
     """Write rows with the same keys; every row also gets the commit and the machine.
 
     Args:
         append: keep the rows of the same columns that the file has already.
     """
-    from vllm_hsd.tools.cli.bench_report import machine  # not where it is read: it needs pydantic
+    # Not where they are read: seconds of imports, and not every table needs them.
+    import torch
+
+    from vllm_hsd.tools.cli.bench_report import machine
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    origin = {"commit": commit(), "machine": machine("cpu", threads)}
+    origin = {"commit": commit(), "machine": machine("cpu", torch.get_num_threads())}
     append = append and path.exists()
     with path.open("a" if append else "w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *origin], lineterminator="\n")

@@ -73,7 +73,7 @@ def main() -> None:
                         flush=True,
                     )
     rows = [row | {"draft": DRAFT, "threads": args.threads} for row in rows]
-    write_csv(args.output / "cpu_verify.csv", rows, args.threads)
+    write_csv(args.output / "cpu_verify.csv", rows)
     print(f"wrote {args.output / 'cpu_verify.csv'}")
 
 

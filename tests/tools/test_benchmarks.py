@@ -20,7 +20,8 @@ def test_make_bench_runs_every_benchmark():
     assert scripts == {module for module in run if not module.startswith("benchmarks.models.")}
 
 
-def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path):
+def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     write_csv(tmp_path / "new" / "rows.csv", [{"x": 1, "rate": 0.5}, {"x": 2, "rate": 1.0}])
     with (tmp_path / "new" / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
