@@ -37,7 +37,7 @@ def runner(params, name, steps: int = 0):
 
 
 def model_beside(served) -> list:
-    """Passes over texts of a model that the runner's drafter has beside its tables."""
+    """Passes over texts of a model that the runner's drafter has next to its tables."""
     passes: list = []
     compute = SimpleNamespace(in_target_cache=False, compute=lambda *args: passes.append(args))
     served.drafter.hosted = [compute]

@@ -59,7 +59,7 @@ def test_vllm_sees_its_own_block_verification(family):
 NGRAM, EXIT = {"ngram": {}}, {"early_exit": 1}
 # Names in capitals stand for `files`.
 EAGLE3, SMALL = {"eagle3": "HEAD"}, {"model": "SMALL"}
-LOOKUP, BESIDE = hsd(NGRAM), sources(NGRAM, EAGLE3)
+LOOKUP, PAIR = hsd(NGRAM), sources(NGRAM, EAGLE3)
 SERVED = [
     LOOKUP,
     hsd({"suffix": {}}),
@@ -67,7 +67,7 @@ SERVED = [
     hsd({"suffix": {"shared_tokens": 1 << 18}}),
     hsd(sources(NGRAM, {"suffix": {}})),
     hsd(sources(NGRAM, EXIT)),
-    hsd(BESIDE),
+    hsd(PAIR),
     hsd(sources(EAGLE3, num_tokens=1), EXIT),
     hsd({**EAGLE3, "num_tokens": 1}, EXIT),
     hsd(sources(NGRAM, branches=2)),
@@ -82,7 +82,7 @@ SERVED = [
 ]
 # With further arguments of the engine.
 REFUSED = [
-    (hsd(BESIDE, adaptive=True), {}, r"adaptive has no meaning .* levels\[0\].sources\[1\].eagle3"),
+    (hsd(PAIR, adaptive=True), {}, r"adaptive has no meaning .* levels\[0\].sources\[1\].eagle3"),
     (hsd(EAGLE3, verifier="standard"), {}, "verifier has no meaning"),
     (
         hsd(NGRAM, adaptive=True),
@@ -256,7 +256,7 @@ def test_a_head_alone_is_vllms_own_drafter(family, head, limit):
 
 @pytest.mark.parametrize(
     "given",
-    [LOOKUP, hsd(EAGLE3), hsd(BESIDE), stock("eagle3", model="HEAD")],
+    [LOOKUP, hsd(EAGLE3), hsd(PAIR), stock("eagle3", model="HEAD")],
     ids=["lookup", "head", "head next to a lookup", "stock drafter"],
 )
 def test_adaptive_verification_is_vllms(family, files, monkeypatch, given):

@@ -199,7 +199,7 @@ def test_rows_and_state_by_different_indices_and_a_length_per_request():
     """A request whose drafts are stale (-1) is as one without."""
     batch = make_chains(70, [4] * 5)
     batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0, 0.9])
-    # What lies behind the second one's length, 0, would be accepted.
+    # What comes after the second one's length, 0, would be accepted.
     batch["draft_logits"].view(5, 4, 70)[1] = batch["target_logits"].view(5, 5, 70)[1, :4]
     flat, arguments = verify_flat(**batch, level=2), padded(**batch, draft_lse=draft_lse(batch))
     index, entry = torch.tensor([7, 2, 5, 0, 3]), torch.tensor([4, 1, 0, 3, -1])

@@ -1,4 +1,4 @@
-"""Exact distribution of one step with branches beside a chain, in fractions.
+"""Exact distribution of one step with branches next to a chain, in fractions.
 
 The chain is drawn and verified by plain loops; what follows it is the real `follow`.
 """

@@ -1,4 +1,4 @@
-"""Exact distribution of steps on a CPU whose chain has branches beside it, of any rule.
+"""Exact distribution of steps on a CPU whose chain has branches next to it, of any rule.
 
 The program, the choice among sources and what is emitted are those that serve (`host.host_program`,
 `budget.source_choice`, `host.host_branches`); every draw is enumerated. Branches may depend on all

@@ -44,7 +44,7 @@ class Cascade:
     chooses: bool = False  # a model is the last one of "sources"
     head: bool = False  # level 0 is a head of the target, or the last one of "sources" is
     rows: int = 1  # drafts of a request that the target verifies together
-    shorter: tuple[int, ...] = ()  # draft lengths in the same memory, which the scheduler asks for
+    shorter: tuple[int, ...] = ()  # draft lengths in the same memory, which the scheduler chooses
     horizontal_tokens: int = 0
     store: int = 0  # tokens of a suffix level's store
     shared: int = 0  # most tokens of its shared outputs

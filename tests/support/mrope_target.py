@@ -43,7 +43,7 @@ def write_mrope_models(directory: Path) -> tuple[str, str]:
 
 
 def forget_offsets() -> None:
-    """Tokens behind the prompt are computed where a text without image would have them."""
+    """Tokens after the prompt are computed where a text without image would have them."""
     whole = RopeState.init_prefill_positions
 
     def wrong(self, req_idx, *rest, **named):

@@ -1,4 +1,4 @@
-"""Plugins of `OpenAIServer`: errors of one request, which asks for them by its seed."""
+"""Plugins of `OpenAIServer`: errors of one request, which names them by its seed."""
 
 VALIDATED, ADDED, GRAMMAR, DRAFTED, VERIFIED = range(7001, 7006)
 
