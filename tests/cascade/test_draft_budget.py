@@ -145,6 +145,20 @@ def test_the_time_without_drafts_is_not_old_where_drafts_hardly_gain():
     assert drafting.any() and not drafting.all()
 
 
+def test_a_first_step_that_was_slow_does_not_make_drafts_free():
+    """It is a step without drafts, and where all of them pay there is no other of that size."""
+    slow = [1.3]
+
+    def tiles(tokens):
+        """Of 16 rows, as matrix units multiply them."""
+        taken = np.interp(tokens, [1, 16, 32, 48, 64, 96], [40, 55, 63, 75, 85, 102])
+        return taken / 1e3 * (slow.pop() if slow else 1.0)
+
+    serving = Serving(tiles, [Guess(0.3, 0.3, 0.3)], 64)
+    serving.run(60)
+    assert serving.run(120) * tiles(64) / 64 > 0.98
+
+
 def test_requests_without_drafts_are_in_the_goodput_of_their_batch():
     budget, slots = DraftBudget(drafting_levels([4], looks_up=True), 8), np.arange(8)
     for tokens in range(1, 40):

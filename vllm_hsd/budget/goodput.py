@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_hsd.budget.step_times import StepTimes
-from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE
+from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS
 
 # Decay with each step: what pays changes with the text, within a few sentences.
 MEMORY = 0.9
@@ -32,6 +32,8 @@ class Goodput:
         self.emitted, self.spent = np.ones((2, len(self.times.sizes)))
         # By batch size, how often in a row its time without drafts was found to be old.
         self.unmeasured: dict[int, int] = {}
+        # By batch size, passes after which its time without drafts is old.
+        self.pause: dict[int, int] = {}
 
     def gain(self, size: int) -> float:
         """The goodput reached over that without drafts, at least 1."""
@@ -75,13 +77,18 @@ class Goodput:
     def _wants_plain_step(self, size: int) -> bool:
         """Whether the time of `size` requests without drafts is old, and is measured now.
 
-        Not the first time it is found to be: a size may last for a step only, and that one may
+        The first pass may have been a slow one, and where it seems that drafts are free the next
+        would never come: it is measured soon again, and then ever more seldom.
+
+        Not the first time it is found to be old: a size may last for a step only, and that one may
         hold a prompt, whose time says nothing. In vain, it is asked for ever more seldom.
         """
         at = self.times.nearest(size)
         hardly = self.emitted[at] < _HARDLY * self.spent[at]
-        if self.times.age(size) <= (FIRST_PAUSE if hardly else LONGEST_PAUSE):
-            self.unmeasured.pop(at, None)
+        pause = self.pause.get(at, TRIAL_STEPS)
+        if self.times.age(size) <= min(pause, FIRST_PAUSE if hardly else LONGEST_PAUSE):
+            if self.unmeasured.pop(at, None):
+                self.pause[at] = min(2 * pause, LONGEST_PAUSE)
             return False
         self.unmeasured[at] = count = self.unmeasured.get(at, 0) + 1
         return count > 1 and count.bit_count() == 1
