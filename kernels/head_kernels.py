@@ -34,15 +34,15 @@ def next_tokens_kernel(
     tl.store(input_ids_ptr + begin + lane, tl.maximum(token, 0), mask=lane < count)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_model_len", "query"])
+@triton.jit(do_not_specialize=["num_reqs", "max_model_len"])
 def read_step_kernel(
-    input_ids_ptr,  # int32 [B * query]
-    positions_ptr,  # int64 [B * query]
+    input_ids_ptr,  # int32 [B * QUERY]
+    positions_ptr,  # int64 [B * QUERY]
     seq_lens_ptr,  # int32 [B]
     query_start_ptr,  # int32 [B + 1]
-    slot_mapping_ptr,  # int64 [G, B * query]
+    slot_mapping_ptr,  # int64 [G, B * QUERY]
     slot_mapping_stride,
-    source_ptr,  # int64 [B * query]
+    source_ptr,  # int64 [B * QUERY]
     last_ptr,  # int64 [B]
     index_ptr,  # [num_reqs]
     step_start_ptr,  # int32 [num_reqs + 1], of the target's step
@@ -55,10 +55,10 @@ def read_step_kernel(
     block_sizes_ptr,  # int32 [G]
     num_reqs,
     max_model_len,
-    query,  # entries of each request
+    QUERY: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Entries of each request that hold the last ones whose states a step has computed.
+    """QUERY entries of each request that hold the last ones whose states a step has computed.
 
     They may go on after the text, where nothing is written and nothing before them looks.
     """
@@ -72,26 +72,26 @@ def read_step_kernel(
     # Of a prompt that is read in chunks, no more than what the step has reached.
     length = tl.load(length_ptr + slot, mask=real, other=0).to(tl.int64)
     length = tl.minimum(length, first + count + 1)
-    lowest = tl.minimum(tl.maximum(first, length - 1 - query), max_model_len - query)
+    lowest = tl.minimum(tl.maximum(first, length - 1 - QUERY), max_model_len - QUERY)
     lowest = tl.maximum(lowest, 0)
     lane = tl.arange(0, LANES)
-    fed = lane < query
+    fed = lane < QUERY
     entry = lowest + lane
     known = fed & real & (entry + 1 < length)
-    place = request * query + lane
+    place = request * QUERY + lane
     if group == 0:
         token = tl.load(text_ptr + slot * text_stride + entry + 1, mask=known, other=0)
         tl.store(input_ids_ptr + place, tl.maximum(token, 0), mask=fed)
         tl.store(positions_ptr + place, tl.where(real, entry, 0), mask=fed)
         of_step = tl.minimum(tl.maximum(entry - first, 0), tl.maximum(count - 1, 0))
         tl.store(source_ptr + place, (begin + of_step).to(tl.int64), mask=fed)
-        last = tl.minimum(tl.maximum(length - 2 - lowest, 0), query - 1)
-        tl.store(last_ptr + request, request * query + last)
-        tl.store(seq_lens_ptr + request, tl.where(real, lowest + query, 0).to(tl.int32))
-        tl.store(query_start_ptr + request, tl.minimum(request, num_reqs) * query)
+        last = tl.minimum(tl.maximum(length - 2 - lowest, 0), QUERY - 1)
+        tl.store(last_ptr + request, request * QUERY + last)
+        tl.store(seq_lens_ptr + request, tl.where(real, lowest + QUERY, 0).to(tl.int32))
+        tl.store(query_start_ptr + request, tl.minimum(request, num_reqs) * QUERY)
         batch = tl.num_programs(0)
         if request == batch - 1:
-            tl.store(query_start_ptr + batch, tl.minimum(batch, num_reqs) * query)
+            tl.store(query_start_ptr + batch, tl.minimum(batch, num_reqs) * QUERY)
     written = known & (entry >= first)
     where = place_in_cache(
         table_ptrs_ptr, table_strides_ptr, block_sizes_ptr, group, slot, entry, written

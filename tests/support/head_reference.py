@@ -12,10 +12,10 @@ def next_tokens(input_ids, index, query_start_loc, positions, text, length, long
 
 
 def read_step(
-    inputs, groups, max_model_len, q, *, index, query_start_loc, positions, text, length, tables
+    inputs, groups, max_model_len, *, index, query_start_loc, positions, text, length, tables
 ):
     """Rows of a request that hold nothing are -1 in all tensors."""
-    reading = inputs.reading.of_length(q)
+    reading, q = inputs.reading, inputs.reading.query_length
     for tensor in (reading.input_ids, reading.slot_mapping, inputs.source):
         tensor.fill_(-1)
     reading.seq_lens.zero_()

@@ -208,8 +208,7 @@ class _Head(Level):
             "length": empty(cascade.slots),
         }
         next_tokens(empty(meta.BATCH * length), **step, longest=length)
-        q = self.inputs.reading.query_length
-        read_step(self.inputs, groups, cascade.max_model_len, q, **step)
+        read_step(self.inputs, groups, cascade.max_model_len, **step)
 
     def forward(self, state, op, num_logits: int) -> torch.Tensor:
         schedule, *caches = self.scheduled

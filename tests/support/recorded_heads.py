@@ -98,18 +98,23 @@ def shift() -> None:
 def keep_own_states() -> None:
     """The head keeps what it has computed of drafts from its own states."""
     from vllm_hsd.host.target_head import ProgramHead
+    from vllm_hsd.host.unread_states import UnreadStates
 
-    read = ProgramHead._read
+    read, keep = ProgramHead._read, UnreadStates.keep
 
-    def read_last(self, batch, entries):
-        reading = self.inputs.reading.of_length(entries)
+    def read_last(self, batch):
+        reading = self.inputs.reading
         last = self.inputs.last[:batch] % reading.query_length
         places = reading.slot_mapping.view(len(reading.slot_mapping), reading.batch, -1)
         for b, place in enumerate(last.tolist()):
             places[:, b, :place] = -1
-        return read(self, batch, entries)
+        return read(self, batch)
 
-    ProgramHead._read = read_last
+    def keep_last(self, slot, states):
+        self.restart(slot, self.first[slot] + self.count[slot] + len(states) - 1)
+        keep(self, slot, states[-1:])
+
+    ProgramHead._read, UnreadStates.keep = read_last, keep_last
 
 
 def hurry() -> None:

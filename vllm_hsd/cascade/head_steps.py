@@ -63,12 +63,6 @@ class Pass(NamedTuple):
         """q."""
         return len(self.input_ids) // self.batch
 
-    def of_length(self, q: int) -> Pass:
-        """With q tokens of each request: views of the same memory."""
-        fed = self.batch * q
-        ids, positions, slots = self.input_ids[:fed], self.positions[:fed], self.slot_mapping
-        return self._replace(input_ids=ids, positions=positions, slot_mapping=slots[:, :fed])
-
     def bucket(self, batch: int) -> Pass:
         """The first `batch` requests: views of the same memory."""
         fed = batch * self.query_length
@@ -188,7 +182,6 @@ def read_step(
     inputs: HeadInputs,
     groups: KVGroups,
     max_model_len: int,
-    q: int,
     *,
     index: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -205,10 +198,9 @@ def read_step(
         inputs: of at least len(index) requests; the others become padding.
         groups: block tables of the KV-cache groups.
         max_model_len: positions end before it.
-        q: entries, at most those that `inputs` has room for.
         index, query_start_loc, positions, text, length: see `next_tokens`.
     """
-    reading, most = inputs.reading.of_length(q), inputs.reading.query_length
+    reading, q = inputs.reading, inputs.reading.query_length
     head_kernels.read_step_kernel[(reading.batch, len(reading.slot_mapping))](
         *reading,
         reading.slot_mapping.stride(0),
@@ -223,8 +215,8 @@ def read_step(
         *groups,
         len(index),
         max_model_len,
-        q,
-        LANES=padded_size(most),
+        QUERY=q,
+        LANES=padded_size(q),
         num_warps=1,
     )
 

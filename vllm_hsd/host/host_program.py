@@ -9,6 +9,7 @@ same for one request, in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -206,24 +207,38 @@ class HostProgram(Program):
         ends, computed = self._text_ends(), self.caches.computed[level]
         if self.caches.levels[level] is None:
             computed[self.slots[drafts]] = ends[drafts] - 1
+            missed, reader = self._unread(level, drafts), cast(Any, self.levels[level])
+            if missed:
+                rows = np.flatnonzero(drafts)
+                self._timed(level, missed, partial(reader.read, self.slots[rows], rows))
             return
         replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
         allowed = uncached_bound(level, self.schedule.num_levels, replaced)
         allowed += self.schedule.horizontal_tokens
         late = drafts & (ends - computed[self.slots] > allowed)
         if late.any():
-            began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
-            self.caches.read(level, self.slots[late], ends[late] - 1)
-            self._took(level, began, passes=1)
-            if self.budget is not None:
-                self.budget.timed(level, missed, clock.seconds() - began)
+            slots, missed = self.slots[late], int((ends - 1 - computed[self.slots])[late].sum())
+            self._timed(level, missed, partial(self.caches.read, level, slots, ends[late] - 1))
+
+    def _timed(self, level: int, tokens: int, read: Callable[[], None]) -> None:
+        """Let a level read so many tokens that it has missed."""
+        began = clock.seconds()
+        read()
+        self._took(level, began, passes=1)
+        if self.budget is not None:
+            self.budget.timed(level, tokens, clock.seconds() - began)
 
     def missed(self, level: int) -> int:
         """Tokens that a level would have to read before it drafts for these requests."""
         if self.caches.levels[level] is None:
-            return 0
+            return self._unread(level, self.drafts)
         missed = self._text_ends() - 1 - self.caches.computed[level, self.slots]
         return int(np.maximum(missed[self.drafts], 0).sum())
+
+    def _unread(self, level: int, drafts: np.ndarray) -> int:
+        """States of the target that a head would read before it drafts; 0 for other levels."""
+        unread = getattr(self.levels[level], "unread", None)
+        return 0 if unread is None else int(unread.count[self.slots[drafts]].sum())
 
     def _text_ends(self) -> np.ndarray:
         ends: np.ndarray = self.base + self.schedule.window
@@ -404,14 +419,14 @@ class HostProgram(Program):
         began = clock.seconds()
         logits = self._run_level(state, op)
         self.logits = logits.view(state.batch, -1, logits.shape[1])
-        self._took(level, began, passes=1)
+        # A head has read before the proposal what its first draft needs.
+        read = draw == 0 and getattr(self.levels[level], "unread", None) is not None
+        self._took(level, began, passes=0 if read else 1)
         # A pass that began after a hole has filled nothing that can be used.
         whole = running & (missing + draft <= query)
         reached = np.minimum(text, state.limit.numpy() + 1)
         computed[self.slots[whole]] = np.maximum(reached, computed[self.slots])[whole]
         self._forget_rejected(state, wants)
-        # A head has read the target's step before the proposal.
-        read = draw == 0 and getattr(self.levels[level], "reads_first", False)
         return 0 if read else state.batch * query
 
     def _forget_rejected(self, state: ProposalState, changed: np.ndarray) -> None:

@@ -76,13 +76,12 @@ class HostSpeculator(BaseSpeculator):
     def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
         self.buckets: dict[int, ProposalState] = {}
         sources = self._sources(levels)
-        # A head cannot read late: the states of a step are gone after it.
         own = [
             None if level is None or level.in_target_cache or level is self.head else level
             for level in self.hosted
         ]
         if self.head is not None:
-            self.head.reads_first = True
+            self.head.read_late(self.max_num_reqs)
         self.caches = LevelCaches(self, own, self.max_num_reqs)
         # Entropies and horizontal tokens have ends of their own, lookups no rows.
         own_ends = self.thresholds is not None or self.hsd.horizontal_tokens > 0
@@ -122,7 +121,7 @@ class HostSpeculator(BaseSpeculator):
         count = input_batch.num_reqs
         self._bound_seq_lens(input_batch)
         if self.head is not None:
-            self.head.read(*computed, num_sampled)
+            self.head.keep_step(*computed)
         slots, program = input_batch.idx_mapping_np[:count], self.program
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:

@@ -82,45 +82,64 @@ class LevelCaches:
     def _compute(
         self, level: int, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray
     ) -> None:
-        # Programs run where no vLLM is installed.
-        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-
-        speculator, model = self.speculator, self.levels[level]
-        owners, offsets = ragged_arange(counts)
-        index = torch.from_numpy(slots.astype(np.int64))
-        positions = torch.from_numpy(begins[owners] + offsets)
-        text = speculator.req_states.all_token_ids.gpu
-        input_ids = text[index[torch.from_numpy(owners)], positions].int()
-        starts = torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))).int()
-        ends = torch.from_numpy(begins + counts).int()
-        tables, total = speculator.block_tables, len(positions)
-        slot_mappings = tables.compute_slot_mappings(
-            index.int(),
-            starts,
-            positions,
-            total,
-            out=torch.empty(tables.num_kv_cache_groups, total, dtype=torch.int64),
-        )
-        metadata = build_attn_metadata(
-            attn_groups=model.groups,
-            num_reqs=len(slots),
-            num_tokens=total,
-            query_start_loc_gpu=starts,
-            query_start_loc_cpu=starts,
-            max_query_len=int(counts.max()),
-            seq_lens=ends,
-            max_seq_len=speculator.max_model_len,
-            block_tables=[table.gpu[index] for table in tables.block_tables],
-            slot_mappings=slot_mappings,
-            kv_cache_config=speculator.kv_cache_config,
-            seq_lens_cpu_upper_bound=ends,
-            positions=positions,
-            is_prefilling=torch.ones(len(slots), dtype=torch.bool),
-        )
-        mappings = build_slot_mappings_by_layer(slot_mappings, speculator.kv_cache_config)
-        model.compute(input_ids, positions, metadata, mappings)
+        model = self.levels[level]
+        model.compute(*pass_inputs(self.speculator, model.groups, slots, begins, counts))
 
     def _table(self) -> np.ndarray:
         """[max_num_reqs, width] ids of the KV blocks of every slot, in the first KV-cache group."""
         table: np.ndarray = self.speculator.block_tables.block_tables[0].gpu.numpy()
         return table
+
+
+def pass_inputs(
+    speculator: Any,
+    groups: Any,
+    slots: np.ndarray,
+    begins: np.ndarray,
+    counts: np.ndarray,
+    ahead: int = 0,
+) -> tuple[Any, ...]:
+    """Arguments of `ProgramModel.compute` for places of texts.
+
+    Args:
+        speculator: the cascade.
+        groups: of the model's attention.
+        slots, begins, counts: [n] int64, requests, first places and their numbers.
+        ahead: how far the tokens that are read are after their places.
+    """
+    # Programs run where no vLLM is installed.
+    from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+
+    owners, offsets = ragged_arange(counts)
+    index = torch.from_numpy(slots.astype(np.int64))
+    positions = torch.from_numpy(begins[owners] + offsets)
+    text = speculator.req_states.all_token_ids.gpu
+    input_ids = text[index[torch.from_numpy(owners)], positions + ahead].int()
+    starts = torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))).int()
+    ends = torch.from_numpy(begins + counts).int()
+    tables, total = speculator.block_tables, len(positions)
+    slot_mappings = tables.compute_slot_mappings(
+        index.int(),
+        starts,
+        positions,
+        total,
+        out=torch.empty(tables.num_kv_cache_groups, total, dtype=torch.int64),
+    )
+    metadata = build_attn_metadata(
+        attn_groups=groups,
+        num_reqs=len(slots),
+        num_tokens=total,
+        query_start_loc_gpu=starts,
+        query_start_loc_cpu=starts,
+        max_query_len=int(counts.max()),
+        seq_lens=ends,
+        max_seq_len=speculator.max_model_len,
+        block_tables=[table.gpu[index] for table in tables.block_tables],
+        slot_mappings=slot_mappings,
+        kv_cache_config=speculator.kv_cache_config,
+        seq_lens_cpu_upper_bound=ends,
+        positions=positions,
+        is_prefilling=torch.ones(len(slots), dtype=torch.bool),
+    )
+    mappings = build_slot_mappings_by_layer(slot_mappings, speculator.kv_cache_config)
+    return input_ids, positions, metadata, mappings

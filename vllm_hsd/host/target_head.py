@@ -10,13 +10,15 @@ proposal reads what the target's step has computed, up to num_speculative_tokens
 states exist in that step only; a request whose levels do not read a step drafts nothing later. In
 later rounds what the head has missed are tokens of the draft, and it reads them one by one.
 
-On a CPU, where levels read late, the head reads every step before its proposal (`read`).
+On a CPU, where levels read late, it reads prompts at once, since a block of a prompt may be met
+again without its states; states of later tokens are kept until it drafts (`unread_states`).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.utils import get_model_cls
@@ -34,7 +36,9 @@ from vllm_hsd.host.eagle3_head import (
     reads_final_states,
     share_with_target,
 )
+from vllm_hsd.host.level_caches import pass_inputs
 from vllm_hsd.host.program_models import ProgramModel
+from vllm_hsd.host.unread_states import UnreadStates
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -65,13 +69,13 @@ class ProgramHead(ProgramModel):
         inputs: of its passes.
         kv_groups: block tables; None until there are caches.
         step: of the target, see `take_states`.
-        reads_first: whether `read` reads the target's steps, not the first pass of proposals.
-        final: [B, H] final states at the last committed tokens, with `reads_first`.
+        unread: where it reads late; None where the first pass of a proposal reads the step.
+        final: [B, H] final states at the last committed tokens, with `unread`.
     """
 
     kv_groups: KVGroups | None = None
     step: Step
-    reads_first = False
+    unread: UnreadStates | None = None
     final: torch.Tensor
 
     def __init__(self, speculator: Any, index: int) -> None:
@@ -100,6 +104,11 @@ class ProgramHead(ProgramModel):
             self.name,
             (self.inputs.states.nbytes + self.inputs.own.nbytes) / 2**30,
         )
+
+    def read_late(self, max_num_reqs: int) -> None:
+        """Keep what is to be read until drafts want it."""
+        self.unread = UnreadStates(max_num_reqs)
+        self.final = torch.zeros_like(self.inputs.own[:, 0])
 
     @property
     def longest_query(self) -> int:
@@ -141,17 +150,13 @@ class ProgramHead(ProgramModel):
         }
         self.step = Step(texts, int(batch.num_scheduled_tokens.max()), states)
         drafts = self.kv_groups is not None and count <= self.speculator.state.batch
-        if drafts and not self.reads_first:
-            self._place(count, self.longest_query)
-
-    def _place(self, count: int, entries: int) -> None:
-        """The last entries of `count` requests that the step taken has states for."""
-        inputs, texts = self.inputs, self.step.texts
-        groups = cast(KVGroups, self.kv_groups)
-        read_step(inputs, groups, self.speculator.max_model_len, entries, **texts)
-        source = inputs.source[: count * entries]
-        states = [each.index_select(0, source) for each in self.step.states]
-        inputs.states[: count * entries] = self._combined(states)
+        if drafts and self.unread is None:
+            inputs, entries = self.inputs, self.longest_query
+            groups = cast(KVGroups, self.kv_groups)
+            read_step(inputs, groups, self.speculator.max_model_len, **texts)
+            source = inputs.source[: count * entries]
+            states = [each.index_select(0, source) for each in states]
+            inputs.states[: count * entries] = self._combined(states)
 
     def _combined(self, states: list[torch.Tensor]) -> torch.Tensor:
         """[n, H] what entries read of [n, width] states of each layer."""
@@ -181,28 +186,54 @@ class ProgramHead(ProgramModel):
         final, _ = super().compute(tokens, positions, attn_metadata, slot_mappings, hidden)
         return final
 
-    def read(
+    def keep_step(
         self,
         batch: Any,
         attn_metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor] | None,
-        num_sampled: torch.Tensor,
     ) -> None:
-        """Read the step that was taken, whatever is drafted after it.
+        """Read the prompts of the step that was taken, and keep its states of verified tokens.
 
         Args:
-            batch: vLLM's InputBatch; the next two are of its pass.
-            num_sampled: [n] tokens that each request got.
+            batch: vLLM's InputBatch; the others are of its pass.
         """
-        fits, tokens = batch.num_reqs <= self.speculator.state.batch, batch.num_tokens_after_padding
-        entries = max(int(num_sampled.max()), 1)
-        if batch.has_prefill or not fits:
+        unread, count = cast(UnreadStates, self.unread), batch.num_reqs
+        if batch.has_prefill:
+            tokens = batch.num_tokens_after_padding
             fed = batch.input_ids[:tokens], batch.positions[:tokens]
             self.compute(*fed, attn_metadata, slot_mappings)
-            entries = 1
-        if fits:
-            self._place(batch.num_reqs, entries)
-            self.final = self._read(batch.num_reqs, entries)
+        slots, begins = batch.idx_mapping_np[:count], batch.num_computed_tokens_np[:count]
+        length = self.step.texts["length"].numpy()[slots]
+        verified = np.minimum(batch.num_scheduled_tokens[:count], length - 1 - begins)
+        states, prompts = torch.cat(self.step.states, -1), batch.is_prefilling_np
+        for i, start in enumerate(batch.query_start_loc_np[:count]):
+            end, first = start + verified[i], start
+            if prompts[i]:
+                # What is drafted after the last entry needs its output.
+                first = end - 1
+                unread.restart(slots[i], begins[i] + verified[i] - 1)
+            unread.keep(slots[i], states[first:end])
+
+    def read(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        """Read all that is kept of requests, before they draft.
+
+        Args:
+            slots, rows: [n] int64, and their places in the batch.
+        """
+        unread, speculator = cast(UnreadStates, self.unread), self.speculator
+        while len(slots):
+            fits = np.searchsorted(
+                np.cumsum(unread.count[slots]), speculator.max_num_tokens, "right"
+            )
+            now, at = slots[: max(fits, 1)], torch.from_numpy(rows[: max(fits, 1)])
+            begins, counts = unread.first[now], unread.count[now]
+            hidden = self._combined([unread.take(now)])
+            inputs = pass_inputs(speculator, self.groups, now, begins, counts, ahead=1)
+            final, after = super().compute(*inputs, hidden)
+            last = torch.from_numpy(np.cumsum(counts) - 1)
+            self.inputs.own[at, 0], self.inputs.own[at, 1] = hidden[last], after[last]
+            self.final[at] = final[last]
+            slots, rows = slots[len(now) :], rows[len(now) :]
 
     def prepare_capture(self, state: ProposalState, schedule: Schedule) -> None:
         """Programs of all lengths have the same passes."""
@@ -215,10 +246,10 @@ class ProgramHead(ProgramModel):
     def forward(self, state: ProposalState, op: Draft | Verify, num_logits: int) -> torch.Tensor:
         """The head is fed what `head_steps` says."""
         if op.draw == 0:
-            final = self.final if self.reads_first else self._read(state.batch, self.longest_query)
+            final = self._read(state.batch) if self.unread is None else self.final[: state.batch]
         else:
             missing = op.query_length
-            if isinstance(op, Draft) and op.step == 0 and not self.reads_first:
+            if isinstance(op, Draft) and op.step == 0 and self.unread is None:
                 # A fixed schedule has room for the target's token, which came before them.
                 missing -= 1
             for back in reversed(range(missing)):
@@ -228,10 +259,10 @@ class ProgramHead(ProgramModel):
         logits = fit_logits(self.logits(final), self.speculator.vocab_size)
         return logits.to(rows.dtype).contiguous()
 
-    def _read(self, batch: int, entries: int) -> torch.Tensor:
+    def _read(self, batch: int) -> torch.Tensor:
         """Final states [B, H] of the entries of the last committed tokens of B requests."""
         inputs = self.inputs
-        reading, last = inputs.reading.of_length(entries).bucket(batch), inputs.last[:batch]
+        reading, last = inputs.reading.bucket(batch), inputs.last[:batch]
         states = inputs.states[: len(reading.input_ids)]
         final, after = self._pass(reading, states)
         inputs.own[:batch, 0] = states.index_select(0, last)
