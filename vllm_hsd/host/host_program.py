@@ -9,7 +9,6 @@ same for one request, in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -207,38 +206,34 @@ class HostProgram(Program):
         ends, computed = self._text_ends(), self.caches.computed[level]
         if self.caches.levels[level] is None:
             computed[self.slots[drafts]] = ends[drafts] - 1
-            missed, reader = self._unread(level, drafts), cast(Any, self.levels[level])
-            if missed:
-                rows = np.flatnonzero(drafts)
-                self._timed(level, missed, partial(reader.read, self.slots[rows], rows))
+            # What a head reads has no price: in the next step it would have to read it as well.
+            if self._is_late_head(level):
+                head, began = cast(Any, self.levels[level]), clock.seconds()
+                rows = np.flatnonzero(drafts & (head.unread.count[self.slots] > 0))
+                head.read(self.slots[rows], rows)
+                self._took(level, began, passes=int(len(rows) > 0))
             return
         replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
         allowed = uncached_bound(level, self.schedule.num_levels, replaced)
         allowed += self.schedule.horizontal_tokens
         late = drafts & (ends - computed[self.slots] > allowed)
         if late.any():
-            slots, missed = self.slots[late], int((ends - 1 - computed[self.slots])[late].sum())
-            self._timed(level, missed, partial(self.caches.read, level, slots, ends[late] - 1))
-
-    def _timed(self, level: int, tokens: int, read: Callable[[], None]) -> None:
-        """Let a level read so many tokens that it has missed."""
-        began = clock.seconds()
-        read()
-        self._took(level, began, passes=1)
-        if self.budget is not None:
-            self.budget.timed(level, tokens, clock.seconds() - began)
+            began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
+            self.caches.read(level, self.slots[late], ends[late] - 1)
+            self._took(level, began, passes=1)
+            if self.budget is not None:
+                self.budget.timed(level, missed, clock.seconds() - began)
 
     def missed(self, level: int) -> int:
         """Tokens that a level would have to read before it drafts for these requests."""
         if self.caches.levels[level] is None:
-            return self._unread(level, self.drafts)
+            return 0
         missed = self._text_ends() - 1 - self.caches.computed[level, self.slots]
         return int(np.maximum(missed[self.drafts], 0).sum())
 
-    def _unread(self, level: int, drafts: np.ndarray) -> int:
-        """States of the target that a head would read before it drafts; 0 for other levels."""
-        unread = getattr(self.levels[level], "unread", None)
-        return 0 if unread is None else int(unread.count[self.slots[drafts]].sum())
+    def _is_late_head(self, level: int) -> bool:
+        """Whether a level reads the target's states before its first pass of a proposal."""
+        return getattr(self.levels[level], "unread", None) is not None
 
     def _text_ends(self) -> np.ndarray:
         ends: np.ndarray = self.base + self.schedule.window
@@ -420,7 +415,7 @@ class HostProgram(Program):
         logits = self._run_level(state, op)
         self.logits = logits.view(state.batch, -1, logits.shape[1])
         # A head has read before the proposal what its first draft needs.
-        read = draw == 0 and getattr(self.levels[level], "unread", None) is not None
+        read = draw == 0 and self._is_late_head(level)
         self._took(level, began, passes=0 if read else 1)
         # A pass that began after a hole has filled nothing that can be used.
         whole = running & (missing + draft <= query)
