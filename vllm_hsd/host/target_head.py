@@ -204,14 +204,14 @@ class ProgramHead(ProgramModel):
             self.compute(*fed, attn_metadata, slot_mappings)
         slots, begins = batch.idx_mapping_np[:count], batch.num_computed_tokens_np[:count]
         length = self.step.texts["length"].numpy()[slots]
-        verified = np.minimum(batch.num_scheduled_tokens[:count], length - 1 - begins)
+        verified = np.clip(length - 1 - begins, 0, batch.num_scheduled_tokens[:count])
         states, prompts = torch.cat(self.step.states, -1), batch.is_prefilling_np
         for i, start in enumerate(batch.query_start_loc_np[:count]):
             end, first = start + verified[i], start
             if prompts[i]:
                 # What is drafted after the last entry needs its output.
-                first = end - 1
-                unread.restart(slots[i], begins[i] + verified[i] - 1)
+                first = max(end - 1, start)
+                unread.restart(slots[i], begins[i] + first - start)
             unread.keep(slots[i], states[first:end])
 
     def read(self, slots: np.ndarray, rows: np.ndarray) -> None:
