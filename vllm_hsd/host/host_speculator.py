@@ -193,22 +193,17 @@ class HostSpeculator(BaseSpeculator):
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """All levels draft for the requests of vLLM's warm-up, then what these do not launch."""
-        if self.budget is None:
-            yield
-            self._warm_up_head()
-            return
         # Passes that compile kernels tell nothing of later ones.
         budget, self.budget, self.program.budget = self.budget, None, None
         yield
         self.budget = self.program.budget = budget
-        self._warm_up_head()
+        if self.head is not None:
+            self.head.warm_up()
+        if budget is None:
+            return
         # Where all levels draft, none passes on what another one has drafted.
         for size in (1, min(2, self.state.batch)):
             self.program.warm_up(self.state.bucket(size))
-
-    def _warm_up_head(self) -> None:
-        if self.head is not None:
-            self.head.warm_up()
 
     def time_levels(self) -> None:
         """Time passes of levels before there are requests, in blocks that belong to none."""

@@ -236,7 +236,7 @@ class ProgramHead(ProgramModel):
             )
             now, at = slots[: max(fits, 1)], torch.from_numpy(rows[: max(fits, 1)])
             begins, counts = unread.first[now], unread.count[now]
-            hidden = self._combined([unread.take(now)])
+            hidden = self.model.combine_hidden_states(unread.take(now))
             inputs = pass_inputs(speculator, self.groups, now, begins, counts, ahead=1)
             final, after = super().compute(*inputs, hidden)
             last = torch.from_numpy(np.cumsum(counts) - 1)

@@ -31,7 +31,7 @@ class UnreadStates:
     def keep(self, slot: int, states: torch.Tensor) -> None:
         """Add states [n, width] of the next positions.
 
-        Those that came MOST before them are lost: entries of the head that nobody fills.
+        Those that came MOST before them are lost: entries of the head that are never filled.
         """
         parts = self.parts[slot]
         parts.append(states.clone())
