@@ -5,9 +5,12 @@
 
 Configurations of a group take turns on each prompt, engines compiled as they are served: no
 speculation, vLLM's own methods, single drafters, cascades, and what is drafted by default. Prompts:
-SETS, of DIR or fetched, and edits of functions (`studies.edits`).
+SETS, of DIR or fetched, and edits of functions (`studies.edits`). With several streams, one request
+follows the other, of all sets in turn, no prompt twice but edits.
 """
 
+import itertools
+import math
 import os
 import shutil
 import statistics
@@ -26,7 +29,7 @@ from benchmarks.models.smollm2 import smollm2
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import edits
 from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
-from benchmarks.sweep import PLAIN, Config, Group
+from benchmarks.sweep import MIX, PLAIN, Config, Group
 from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.cli.options import integers, numbers
 from vllm_hsd.tools.planner.prompts import prompts_file
@@ -34,6 +37,8 @@ from vllm_hsd.tools.planner.prompts import prompts_file
 SETS = "humaneval", "mt_bench", "gsm8k", "sum"
 TABLE = RESULTS / "results.csv"
 PLACES = 1, 2, 4, 8
+# With several streams: parts of a run, requests of each and stream, of each at least.
+PARTS, REQUESTS, FEWEST = 4, 2.5, 20
 MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
 FAMILY_INT8 = f"{FAMILY}, 8-bit drafter"
@@ -104,6 +109,19 @@ GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
 SHARED = FAMILY, FAMILY_INT8
 
 
+def in_turn(
+    sets: Sequence[Sequence[int]], streams: Sequence[int]
+) -> dict[int, list[tuple[int, ...]]]:
+    """By requests under way at a time: prompts of all sets in turn, in PARTS; a set that ends
+    begins again."""
+    found = {}
+    prompts = (own[n % len(own)] for n in itertools.count() for own in sets)
+    for count in streams:
+        size = max(FEWEST, math.ceil(count * REQUESTS))
+        found[count] = [tuple(itertools.islice(prompts, size)) for _ in range(PARTS)]
+    return found
+
+
 def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Lines of Markdown: speed-ups of a group by set, and what else was measured of them."""
     for key in dict.fromkeys(_cell(row) for row in rows):
@@ -111,15 +129,18 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         sets = list(dict.fromkeys(row["set"] for row in own))
         names = list(dict.fromkeys(row["configuration"] for row in own))
         group, size, temperature = key
-        prompts = _different(str(int(row["batches"]) * int(size)) for row in own)
-        columns = "max_tokens", "dtype", "machine", "commit"
-        tokens, dtype, machine, commit = (_different(row[k] for row in own) for k in columns)
-        counted = f"{prompts} answers of each set x {tokens} tokens"
+        once = "max_tokens", "dtype", "machine", "commit"
+        tokens, dtype, machine, commit = (_different(row[name] for row in own) for name in once)
+        batches = _different(row["batches"] for row in own)
+        load, counted = f"batch {size}", f"{batches} answers of each set x {tokens} tokens"
+        if sets == [MIX]:
+            load, counted = f"{size} streams", f"{batches} parts, {tokens} tokens an answer"
         where = f"{dtype}, {machine}, commit {commit}"
-        yield f"**{group}, batch {size}, temperature {float(temperature):g}** ({counted}; {where})"
+        yield f"**{group}, {load}, temperature {float(temperature):g}** ({counted}; {where})"
         yield ""
-        yield f"| over no speculation | all | {' | '.join([*sets, *MEANS])} |"
-        yield "| ---" * (2 + len(sets) + len(MEANS)) + " |"
+        columns = [*(["all"] if len(sets) > 1 else []), *sets, *MEANS]
+        yield f"| over no speculation | {' | '.join(columns)} |"
+        yield "| ---" * (1 + len(columns)) + " |"
         for name in names:
             found = {row["set"]: row for row in own if row["configuration"] == name}
             # One of a run that was stopped has no mean yet.
@@ -143,7 +164,8 @@ def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iter
     def of(column: str) -> list[float]:
         return [float(rows[name][column]) for name in sets if rows[name][column]]
 
-    yield f"{statistics.geometric_mean(of('speedup')):.2f}"
+    if len(sets) > 1:
+        yield f"{statistics.geometric_mean(of('speedup')):.2f}"
     for name in sets:
         low, high = (f"{float(rows[name][column]):.2f}" for column in ("ci_low", "ci_high"))
         # Neither no speculation nor a single batch has one.
@@ -185,7 +207,7 @@ def main() -> int:
     parser = sweep.options(__doc__, TABLE.parent, sets=True)
     parser.set_defaults(max_tokens=128, num_prompts=10, compiled=True)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
-    parser.add_argument("--batch-sizes", type=integers, default=[1, 4, 16], help=f"of {SMALL}")
+    parser.add_argument("--streams", type=integers, default=[4, 16], help=f"at a time, of {SMALL}")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS))
     parser.add_argument("--only", nargs="+", help="names of configurations")
     parser.add_argument("--tables", action="store_true", help="print what was measured and end")
@@ -200,17 +222,20 @@ def main() -> int:
             here = options.prompts / f"{each}.jsonl" if options.prompts else prompts_file(each)
             shutil.copy(here, Path(directory, f"{each}.jsonl"))
         edits.write(Path(directory, "edits.jsonl"))
-        prompts = sweep.read_sets(Path(directory), options.num_prompts)
+        prompts, sets = sweep.read_sets(Path(directory))
+    streams = in_turn(list(sets.values()), options.streams)
+    sets = {name: indices[: options.num_prompts] for name, indices in sets.items()}
     for name in options.groups:
         configs = GROUPS[name]()
         chosen = {k: v for k, v in configs.items() if not options.only or k in options.only}
         options.model = os.path.relpath(smollm2() if name == SMALL else qwen_coder("1.5B"))
-        sizes = options.batch_sizes if name == SMALL else [1]
+        loads = streams if name == SMALL else {}
         faults += sweep.fill(
             table,
-            [Group(name, chosen, options.temperatures, sizes)],
+            [Group(name, chosen, options.temperatures, streams=loads)],
             options,
-            *prompts,
+            prompts,
+            sets,
             engines_class=SharedEngines if name in SHARED else Engines,
             kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
         )

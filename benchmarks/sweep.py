@@ -25,7 +25,9 @@ from vllm_hsd.tools.machine_load import CpuTimes
 from vllm_hsd.tools.planner.prompts import read_prompts
 from vllm_hsd.tools.planner.public_sets import EAGLE_SETS
 
-PLAIN = "no speculation"
+PLAIN, MIX = "no speculation", "all in turn"
+# Spreads the lengths of answers.
+STRIDE = 37
 Config = dict[str, Any] | None
 
 
@@ -35,6 +37,7 @@ class Cell:
 
     Attributes:
         batches: indices of prompts, a batch after the other.
+        streams: of a batch's requests, how many are under way at a time; 0: all arrive at once.
         found: answers by configuration (by index).
     """
 
@@ -42,6 +45,7 @@ class Cell:
     set: str
     batches: list[tuple[int, ...]]
     temperature: float
+    streams: int = 0
     found: dict[int, list[Generation]] = field(default_factory=dict)
 
     @property
@@ -50,22 +54,29 @@ class Cell:
         return {
             "group": self.group,
             "set": self.set,
-            "batch_size": len(self.batches[0]),
+            "batch_size": self.streams or len(self.batches[0]),
             "temperature": self.temperature,
         }
 
 
 @dataclass(frozen=True)
 class Group:
-    """Configurations that take turns, by name, and where."""
+    """Configurations that take turns, by name, and where.
+
+    Attributes:
+        batch_sizes: of requests that arrive at once, of one set.
+        streams: by the number of requests under way at a time, those of all sets, in batches.
+    """
 
     name: str
     configs: Mapping[str, Config]
     temperatures: Sequence[float]
     batch_sizes: Sequence[int] = (1,)
+    streams: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
 
     def cells(self, sets: Mapping[str, Sequence[int]]) -> Iterator[Cell]:
-        """Every temperature, batch size and set; prompts repeat where a set has too few."""
+        """Every temperature, batch size and set; prompts repeat where a set has too few. Then its
+        streams."""
         for temperature in self.temperatures:
             for size in self.batch_sizes:
                 for name, indices in sets.items():
@@ -74,6 +85,8 @@ class Group:
                         for first in range(0, len(indices), size)
                     ]
                     yield Cell(self.name, name, batches, temperature)
+            for count, parts in self.streams.items():
+                yield Cell(self.name, MIX, list(parts), temperature, count)
 
 
 class Sweep:
@@ -124,7 +137,10 @@ class Sweep:
             self._last = engine
             show = [lambda _, text, i=index: on_text(i, text)] if on_text else []
             before = CpuTimes.now()
-            found = engine.generate(prompts, params, *show)
+            if cell.streams:
+                found = serve(engine, prompts, cell.streams, params)
+            else:
+                found = engine.generate(prompts, params, *show)
             cell.found.setdefault(index, []).append(found)
             if on_answer:
                 on_answer(index, found)
@@ -190,6 +206,25 @@ class Sweep:
         return {"greedy_differences": len(gaps), "largest_gap": max(gaps, default="")}
 
 
+def serve(
+    engine: EngineProcess, prompts: Sequence[Any], streams: int, params: Mapping[str, Any]
+) -> Generation:
+    """Answer every prompt, `streams` at a time: as one ends, the next one starts.
+
+    Answers differ in length, by their number: those of one length begin and end together for ever
+    without speculation, and all prompts share a step then.
+
+    Args:
+        params: arguments of `vllm.SamplingParams`; `max_tokens` is the mean.
+    """
+    mean = params["max_tokens"]
+    each = [
+        {**params, "max_tokens": mean // 2 + 1 + STRIDE * number % mean}
+        for number in range(len(prompts))
+    ]
+    return engine.generate(prompts, each, max_concurrency=streams)
+
+
 def options(description: str, output: Path, sets: bool = False) -> argparse.ArgumentParser:
     """A parser with the options of every study of the chat model.
 
@@ -215,7 +250,9 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
     return parser
 
 
-def read_sets(directory: Path | None, count: int) -> tuple[list[Any], dict[str, list[int]]]:
+def read_sets(
+    directory: Path | None, count: int | None = None
+) -> tuple[list[Any], dict[str, list[int]]]:
     """The first prompts of every `*.jsonl` file, or of EAGLE's public sets, and each one's indices.
 
     Raises:
@@ -308,7 +345,7 @@ def fill(
             group.configs,
             prompts,
             temperatures=group.temperatures,
-            batch_sizes=group.batch_sizes,
+            batch_sizes=[*group.batch_sizes, *group.streams],
             **engines,
         ) as sweep:
             for index in range(len(sweep.names)):

@@ -11,8 +11,8 @@ per request.
 """
 
 import itertools
-import statistics
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks import plot, sweep
@@ -20,9 +20,10 @@ from benchmarks.columns import Table, chosen, times
 from benchmarks.common import RESULTS, commit
 from benchmarks.studies.configs import NGRAM, SUFFIX, fixed
 from benchmarks.studies.demo import read_prompts
-from benchmarks.studies.streams import Served, serve
-from benchmarks.sweep import Sweep
+from benchmarks.sweep import Sweep, serve
+from vllm_hsd.tools.cli.bench_quality import times_per_output_token
 from vllm_hsd.tools.cli.options import integers, progress
+from vllm_hsd.tools.engine import Generation
 
 # Of a phase; each has 2 requests a stream, and so many at least.
 ROUNDS, FEWEST = 4, 6
@@ -47,22 +48,19 @@ def measure(
     prompts, names = itertools.cycle(engines.setup.prompt_ids), engines.names
     for index in range(len(names)):
         # What was written to memory while other engines started may have left it.
-        engines.engines.get(index).call(serve, [next(prompts)], 1, {**params, "max_tokens": 2})
+        engines.engines.get(index).generate([next(prompts)], {**params, "max_tokens": 2})
     for phase, count in enumerate(streams):
-        served: dict[int, list[Served]] = {index: [] for index in range(len(names))}
+        served: dict[int, list[Generation]] = {index: [] for index in range(len(names))}
         for part in range(ROUNDS):
             asked = list(itertools.islice(prompts, max(FEWEST, 2 * count)))
             for shift in range(len(names)):
                 index = (phase + part + shift) % len(names)
                 engine = engines.engines.get(index)
-                served[index].append(engine.call(serve, asked, count, params))
+                served[index].append(serve(engine, asked, count, params))
         plain = served[0]
         for index, name in enumerate(names):
             own = served[index]
-            per_token = [
-                statistics.median(s for each in found for s in each.per_token)
-                for found in (own, plain)
-            ]
+            pace, pace_of_plain = (median(times_per_output_token(all_)) for all_ in (own, plain))
             rows.append(
                 {
                     "x": phase,
@@ -70,7 +68,7 @@ def measure(
                     "temperature": sampling["temperature"],
                     "configuration": name,
                     **times(own, plain),
-                    "per_token": per_token[0] / per_token[1],
+                    "per_token": pace / pace_of_plain,
                     **chosen(own),
                     "dtype": engines.setup.dtype,
                     "max_tokens": engines.params["max_tokens"],

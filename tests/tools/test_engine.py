@@ -69,11 +69,15 @@ def test_one_engine_measures_generations_and_selects_levels(family):
         lowest = engine.generate(prompts, GREEDY)
         engine.select_levels([0, 1], [3, 4])
         again = engine.generate(prompts, GREEDY)
+        in_turn = engine.generate(prompts, GREEDY, max_concurrency=1)
         with pytest.raises(UserError, match=r"engine failed: levels \[2\]"):
             engine.select_levels([2], [4])
     assert [len(ids) for ids in both.token_ids] == [16, 16] and both.num_tokens == 32
     assert one.token_ids == [both.token_ids[0], both.token_ids[1][:5]]
     assert lowest.token_ids == again.token_ids == both.token_ids
+    assert in_turn.token_ids == both.token_ids
+    # Each request's times begin with it.
+    assert sum(in_turn.last_token_seconds) <= in_turn.seconds
     for run in (both, one, lowest, again):
         for first, last in zip(run.first_token_seconds, run.last_token_seconds, strict=True):
             assert 0 < first <= last <= run.seconds

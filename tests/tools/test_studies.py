@@ -39,7 +39,10 @@ class FakeEngines:
         engine.index = index
         return engine
 
-    def generate(self, prompts, params, on_text=lambda *_: None):
+    def generate(self, prompts, params, on_text=lambda *_: None, max_concurrency=None):
+        if max_concurrency:
+            self.asked.append((prompts, [each["max_tokens"] for each in params], max_concurrency))
+            params = params[0]
         if prompts[0] == self.breaks_at:
             raise KeyboardInterrupt
         self.asked.append((self.index, len(prompts)))
@@ -97,6 +100,22 @@ def test_configurations_answer_in_an_order_that_rotates(tmp_path):
     assert not table.has(**cell.key)
     table.add(rows)
     assert Table(table.path).has(**cell.key) and not table.has(**{**cell.key, "temperature": 1.0})
+
+
+def test_with_streams_requests_of_all_sets_follow_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FEWEST", 3)
+    streams = results.in_turn([[0, 1, 2], [3]], [1, 2])
+    assert streams == {
+        1: [(0, 3, 1), (3, 2, 3), (0, 3, 1), (3, 2, 3)],
+        2: [(0, 3, 1, 3, 2), (3, 0, 3, 1, 3), (2, 3, 0, 3, 1), (3, 2, 3, 0, 3)],
+    }
+    engines = engines_of({}, tmp_path)
+    (alone, cell, _) = Group("g", {}, [0.0], streams=streams).cells({"s": [0]})
+    assert (alone.key["set"], alone.key["batch_size"]) == ("s", 1)
+    assert (cell.key["set"], cell.key["batch_size"]) == (sweep.MIX, 1)
+    engines.answer(cell, 0)
+    # Five tokens on average, no two neighbours end together.
+    assert engines.engines.get(0).asked[-2] == ([[1], [4], [2]], [3, 5, 7], 1)
 
 
 @pytest.fixture

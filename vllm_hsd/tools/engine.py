@@ -7,6 +7,7 @@ and inspect it.
 
 from __future__ import annotations
 
+import itertools
 import pkgutil
 import time
 import traceback
@@ -38,7 +39,7 @@ class Generation:
     Attributes:
         seconds: wall time from the first request's arrival to the last token.
         cpu_seconds: CPU time of the process meanwhile, all threads together.
-        first_token_seconds, last_token_seconds: time to it; all prompts arrive at once.
+        first_token_seconds, last_token_seconds: time to it since the request's arrival.
         target_steps: steps of the target that emitted tokens.
         drafts, drafted, accepted: drafts that the target verified, their tokens, and how many of
             these it accepted.
@@ -122,19 +123,24 @@ class EngineProcess(WorkerProcess):
         prompts: Sequence[Prompt],
         sampling_params: Mapping[str, Any] | Params,
         on_text: Callable[[int, str], object] | None = None,
+        *,
+        max_concurrency: int | None = None,
     ) -> Generation:
-        """Generate for all prompts at once.
+        """Generate for all prompts.
 
         Args:
             prompts: texts or token ids.
             sampling_params: arguments of `vllm.SamplingParams`, one mapping for all prompts or
                 one each; ADAPTER names a request's LoRA adapter.
             on_text: called with the index of a prompt and new text, as it is generated.
+            max_concurrency: requests under way at a time, the next one arrives as one ends
+                (default: all arrive at once).
         """
         shared = isinstance(sampling_params, Mapping)
         each = [sampling_params] * len(prompts) if shared else list(sampling_params)
         self.wait()
-        self._send(_with_engine, (generate, list(prompts), each, on_text is not None), {})
+        arguments = list(prompts), each, on_text is not None, max_concurrency
+        self._send(_with_engine, (generate, *arguments), {})
         return self._receive("failed", on_text and (lambda new: on_text(*new)))
 
     def select_levels(
@@ -201,7 +207,11 @@ def configuration_error(engine_args: Mapping[str, Any]) -> str | None:
 
 
 def generate(
-    llm: Any, prompts: list[Prompt], sampling_params: list[Mapping[str, Any]], stream: bool = False
+    llm: Any,
+    prompts: list[Prompt],
+    sampling_params: list[Mapping[str, Any]],
+    stream: bool = False,
+    max_concurrency: int | None = None,
 ) -> Generation:
     """`EngineProcess.generate` there; with `stream`, new text is sent to the parent at once."""
     from vllm.sampling_params import RequestOutputKind
@@ -220,29 +230,38 @@ def generate(
     count = len(prompts)
     token_ids: list[list[int]] = [[] for _ in prompts]
     texts = [""] * count
-    first, last = [0.0] * count, [0.0] * count
+    arrived, first, last = [0.0] * count, [0.0] * count, [0.0] * count
     steps: list[list[int]] = [[] for _ in prompts]
     finishes = [""] * count
     before, levels_before, sources_before = _counts(llm), level_counts(), source_counts()
     began, cpu_began = time.perf_counter(), time.process_time()
     engine = llm.llm_engine
-    for i, prompt in enumerate(prompts):
-        request = prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
-        adapter = lora_request(sampling_params[i])
-        engine.add_request(str(i), request, params[i], lora_request=adapter)
+    waiting = iter(range(count))
+
+    def start(most: int | None) -> None:
+        for i in itertools.islice(waiting, most):
+            prompt, adapter = prompts[i], lora_request(sampling_params[i])
+            request = prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+            arrived[i] = time.perf_counter()
+            engine.add_request(str(i), request, params[i], lora_request=adapter)
+
+    start(max_concurrency)
     while engine.has_unfinished_requests():
         outputs = engine.step()
-        now = time.perf_counter() - began
+        now = time.perf_counter()
         for output in outputs:
             i, sequence = int(output.request_id), output.outputs[0]
             if sequence.token_ids:
-                first[i], last[i] = first[i] or now, now
+                last[i] = now - arrived[i]
+                first[i] = first[i] or last[i]
                 steps[i].append(len(sequence.token_ids))
             token_ids[i] += sequence.token_ids
             texts[i] += sequence.text
             finishes[i] = sequence.finish_reason or ""
             if stream and sequence.text:
                 send_to_parent((i, sequence.text))
+            if output.finished:
+                start(1)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     drafts, drafted, accepted = (_counts(llm) - before).tolist()
     return Generation(
