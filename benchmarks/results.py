@@ -237,7 +237,7 @@ def main() -> int:
             prompts,
             sets,
             engines_class=SharedEngines if name in SHARED else Engines,
-            kv_cache_memory_bytes=1 << (30 if name == SMALL else 28),
+            kv_cache_memory_bytes=1 << (29 if name == SMALL else 28),
         )
     figure = table.path.with_suffix(".png")
     draw(table.rows, figure)
