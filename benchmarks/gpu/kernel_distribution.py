@@ -21,7 +21,7 @@ from benchmarks.gpu.items import Finding, Setting
 from tests.support.proposal_states import TableLevel
 from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade import program as program_module
-from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.level import Level, LevelOptions
 from vllm_hsd.cascade.program import Program
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import compile_schedule, first_draw
@@ -95,8 +95,8 @@ def texts(
         torch.tensor([blocks.stride(0)], device=device),
         torch.tensor([16], dtype=torch.int32, device=device),
     )
-    levels = [TableLevel(table) for table in drafters]
-    program = Program(schedule, levels, ["block"] * len(lengths), groups, longest)
+    levels = [Level(TableLevel(table)) for table in drafters]
+    program = Program(schedule, levels, groups, longest)
     state = ProposalState.allocate(
         schedule,
         batch=batch,

@@ -179,7 +179,7 @@ def test_graphs_of_other_cascades(captured, name):
 
 def change_logits(served, change) -> None:
     """Of level 1."""
-    level = served.drafter.program.levels[1]
+    level = served.drafter.program.levels[1].runs
     forward = level.forward
     level.forward = lambda *args: change(forward(*args))
 
@@ -223,7 +223,7 @@ def test_a_graph_with_an_old_address_is_caught(captured):
     """A table moves after the capture: the program follows it, the graph does not."""
     served = captured(runner([{"temperature": 0.0}] * 3), sizes=(4,))
     served.drafter.checks = True
-    served.drafter.program.levels[1].logits = -served.target
+    served.drafter.program.levels[1].runs.logits = -served.target
     with pytest.raises(GraphError, match="the CUDA graph for 4 requests drafts"):
         served.step()
 

@@ -10,6 +10,7 @@ from support.programs import PROMPT, Engine
 from support.proposal_states import TableLevel
 from support.recorded_graph import RecordedGraph, capture
 
+from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.several_drafts import other_tokens
 
 
@@ -128,7 +129,7 @@ def test_a_graph_drafts_what_the_program_drafts():
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
     plain, graphed = (Engine((3,), drafts=3, seed=5) for _ in range(2))
     for engine in (plain, graphed):
-        engine.program.levels = [TableLevel(table)]
+        engine.program.levels = [Level(TableLevel(table))]
     graph, run, index = RecordedGraph(), graphed.program.run, graphed.index
     graphed.index, graphed.program.run = index[:0], lambda state: None
     graphed.propose()

@@ -18,6 +18,7 @@ from support.proposal_states import (
 from support.suffix_requests import Requests, markov, store_of
 
 from vllm_hsd.cascade import cascade_steps
+from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.program import Program
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.kernels import chain_verify
@@ -95,8 +96,9 @@ def test_a_replayed_proposal_equals_the_eager_one():
     vocab_size, device = 5000, torch.device("cuda")
     schedule = schedule_of(3, 8)
     groups, _tables = block_tables(0, device=device)  # addresses of these
-    levels = [TableLevel(torch.randn(vocab_size, vocab_size).bfloat16().cuda()) for _ in range(2)]
-    program = Program(schedule, levels, ["block"] * 2, groups, MAX_MODEL_LEN)
+    tables = [torch.randn(vocab_size, vocab_size).bfloat16().cuda() for _ in range(2)]
+    levels = [Level(TableLevel(table)) for table in tables]
+    program = Program(schedule, levels, groups, MAX_MODEL_LEN)
     states = [
         ProposalState.allocate(
             schedule,

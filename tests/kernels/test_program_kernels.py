@@ -82,12 +82,12 @@ def test_a_read_of_what_nobody_wrote_is_caught(monkeypatch):
     clean, engine = Engine((2, 6), seed=6), Engine((2, 6), seed=6)
     with reference_steps(clean) as steps:
         expected = clean.propose(steps)
-    first = engine.program.levels[1].forward
+    first = engine.program.levels[1].runs.forward
 
     def forward(state, op, num_logits):
         poison(state.input_ids)
         return first(state, op, num_logits)
 
-    monkeypatch.setattr(engine.program.levels[1], "forward", forward)
+    monkeypatch.setattr(engine.program.levels[1].runs, "forward", forward)
     poisoned(engine)
     assert engine.propose() != expected

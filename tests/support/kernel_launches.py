@@ -18,7 +18,7 @@ from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.bigram_rows import BigramRows
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.head_steps import HeadInputs, next_tokens, place_entry, read_step
-from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.level import Level, LevelOptions
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
 from vllm_hsd.cascade.prediction_lookup import PredictionLookup
 from vllm_hsd.cascade.program import Program, ProgramSources
@@ -92,7 +92,7 @@ class Cascade:
         text = empty(self.slots, self.max_model_len)
         stage(bucket, schedule, text)
         numbers = range(len(self.lengths))
-        levels: list[Any] = [Level(self.vocab_size, k in self.exits) for k in numbers]
+        levels: list[Any] = [MetaLevel(self.vocab_size, k in self.exits) for k in numbers]
         for k in self.counted:
             pairs = empty(self.vocab_size + 1), empty(4096), empty(4096), empty(self.vocab_size)
             levels[k] = BigramRows((*pairs, floats(self.vocab_size)), self.dtype)
@@ -108,8 +108,8 @@ class Cascade:
         if self.head:
             levels[0] = _Head(self, schedule, groups, text)
         verifiers = ["none" if k in self.unverified else self.method for k in numbers]
-        scheduled = schedule, levels, verifiers, groups, self.max_model_len
-        Program(*scheduled, thresholds, sources).run(bucket)
+        run = list(map(Level, levels, verifiers))
+        Program(schedule, run, groups, self.max_model_len, thresholds, sources).run(bucket)
         # The target verifies as many tokens as the longest drafts have.
         rows = state.rows[-1]
         drafts = {
@@ -173,7 +173,7 @@ class Cascade:
                     )
 
 
-class Level:
+class MetaLevel:
     """Logits of a level that computes nothing."""
 
     def __init__(self, vocab_size: int, in_target_cache: bool = False) -> None:
@@ -184,7 +184,7 @@ class Level:
         return empty(state.batch * num_logits, self.vocab_size, dtype=dtype)
 
 
-class _Head(Level):
+class _Head(MetaLevel):
     """A head that has read a step of the target."""
 
     def __init__(self, cascade: Cascade, schedule, groups: KVGroups, text: torch.Tensor) -> None:

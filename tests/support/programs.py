@@ -21,7 +21,7 @@ from vllm_hsd.cascade import cascade_steps, entropy_stopping
 from vllm_hsd.cascade.counters import LevelCounts
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
 from vllm_hsd.cascade.filled_blocks import FilledBlocks
-from vllm_hsd.cascade.level import LevelOptions, StepLevels
+from vllm_hsd.cascade.level import Level, LevelOptions, StepLevels
 from vllm_hsd.cascade.program import Program, ProgramLookup, ProgramSources
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.ragged import ragged_arange
@@ -152,15 +152,18 @@ class Engine:
         if host:
             caches = TableCaches(self)
             counts = LevelCounts.zeros(len(lengths))
-            limited = {"max_rounds": limits[: len(lengths)], "counts": counts}
-            made = partial(HostProgram, caches=caches, **limited)
+            made = partial(HostProgram, caches=caches, counts=counts)
         if drafts > 1:
             self.several = SeveralDrafts.allocate(self.state, drafts, [batch], batch)
             made = partial(SeveralDraftsProgram, kept=self.several)
         self.program = made(
             self.schedule,
-            [lookup or self.levels[0], *self.levels[1:]],
-            verifiers[: len(lengths)],
+            [
+                Level(run, option.verifier, option.max_rounds)
+                for run, option in zip(
+                    [lookup or self.levels[0], *self.levels[1:]], self.options, strict=True
+                )
+            ],
             self.groups,
             MAX_MODEL_LEN,
             self.thresholds,

@@ -16,7 +16,7 @@ from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_order import order_texts
 from vllm_hsd.cascade.text_store import TextStore, collect_texts
 from vllm_hsd.config.cascade_config import CascadeConfig
-from vllm_hsd.config.sizes import schedule_of, verifiers
+from vllm_hsd.config.sizes import schedule_of
 from vllm_hsd.host.device_counts import DeviceCounts
 from vllm_hsd.host.speculator import CascadeSpeculator
 
@@ -150,8 +150,7 @@ class TableCascade(CascadeSpeculator):
             last = level.drafters[-1]
             if last.kind == "bigram_model":
                 levels[k] = BigramRows.of(pairs_of(tables[0]), torch.float32, CPU)
-        self.verifiers = verifiers(self.hsd)
-        self._build_programs(levels, groups)
+        self._build_programs(self._levels(levels), groups)
 
     def _named(self, level: dict, tables: list[torch.Tensor]) -> dict:
         """The level with names in the places of its tables, which are appended to the list."""

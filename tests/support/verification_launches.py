@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_hsd.cascade import several_drafts
-from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.level import Level, LevelOptions
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import compile_schedule
 from vllm_hsd.kernels import branch_kernels
@@ -27,7 +27,7 @@ from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 
 from . import meta_tensors as meta
-from .kernel_launches import Cascade, Level, stage
+from .kernel_launches import Cascade, MetaLevel, stage
 from .meta_tensors import empty, filters, floats, longs, targets
 
 _SLOTS, _LONGEST, _DRAFT = 256, 40960, 8
@@ -187,7 +187,7 @@ class SeveralDrafts:
         stage(bucket, schedule, empty(_SLOTS, _LONGEST))
         groups = KVGroups(empty(1, dtype=torch.uint64), longs(1), empty(1))
         for drawn in (schedule, schedule.with_one_draft()):
-            scheduled = drawn, [Level(self.vocab_size)], ["block"], groups, _LONGEST
+            scheduled = drawn, [Level(MetaLevel(self.vocab_size))], groups, _LONGEST
             several_drafts.SeveralDraftsProgram(*scheduled, kept=kept).run(bucket)
         inputs = meta.BATCH * self.rows * (self.length + 1)
         for target, is_own in targets(inputs, self.vocab_size, self.dtype):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -158,3 +158,17 @@ class LevelOptions:
     max_rounds: int | None = None
     stopping: str = "fixed"
     temperature_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level as a `program.Program` runs it.
+
+    Attributes:
+        runs: a `program.ProgramLevel`; a `program.ProgramLookup` where the schedule says so.
+        verifier, max_rounds: see `LevelOptions`; the first level verifies nothing.
+    """
+
+    runs: Any
+    verifier: str = "block"
+    max_rounds: int | None = None

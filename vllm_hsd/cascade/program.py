@@ -18,6 +18,7 @@ from vllm_hsd.cascade.entropy_stopping import (
     end_unsure_drafts,
     pass_entropies_on,
 )
+from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.schedule import Choose, Draft, Lookup, Schedule, Verify
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
@@ -71,8 +72,7 @@ class Program:
 
     Args:
         schedule: the ops.
-        levels: cheapest first; level 0 is a `ProgramLookup` where the schedule says so.
-        verifiers: "block", "standard" or "none" for each level; the first is not used.
+        levels: cheapest first.
         groups: block tables of the KV-cache groups.
         max_model_len: of the target; levels read texts as long.
         thresholds: where a level's drafts end by entropy; None if none's do.
@@ -86,8 +86,7 @@ class Program:
     def __init__(
         self,
         schedule: Schedule,
-        levels: Sequence[ProgramLevel | ProgramLookup],
-        verifiers: Sequence[str],
+        levels: Sequence[Level],
         groups: KVGroups,
         max_model_len: int,
         thresholds: DeviceThresholds | None = None,
@@ -95,7 +94,7 @@ class Program:
         confidence: DraftConfidence | None = None,
     ) -> None:
         self.sources, self.confidence = sources, confidence
-        self.schedule, self.levels, self.verifiers = schedule, list(levels), list(verifiers)
+        self.schedule, self.levels = schedule, list(levels)
         self.groups, self.max_model_len = groups, max_model_len
         self.thresholds = thresholds
 
@@ -105,8 +104,8 @@ class Program:
             if at == self.schedule.tail:
                 cascade_steps.begin_tail(state, self.schedule)
             if isinstance(op, Lookup):
-                find = self.levels[0] if self.sources is None else self.sources.offer
-                cast(ProgramLookup, find)(state)
+                find = self.levels[0].runs if self.sources is None else self.sources.offer
+                find(state)
                 continue
             if isinstance(op, Choose):
                 cast(ProgramSources, self.sources).choose(state)
@@ -119,14 +118,14 @@ class Program:
         logits = self._forward(state, op)
         if isinstance(op, Draft):
             self._draw(state, op, logits)
-        elif self.verifiers[op.level] == "none":
+        elif self.levels[op.level].verifier == "none":
             self._append_unverified(state, op, logits)
         else:
             self._verify(state, op, logits)
         return logits
 
     def _forward(self, state: ProposalState, op: Draft | Verify) -> torch.Tensor:
-        level = cast(ProgramLevel, self.levels[op.level])
+        level: ProgramLevel = self.levels[op.level].runs
         cascade_steps.place(
             state,
             self.schedule,
@@ -226,7 +225,7 @@ class Program:
             state.seeds,
             state.draws,
             max_draft_tokens=self.most_verified(op),
-            method=self.verifiers[op.level],
+            method=self.levels[op.level].verifier,
             level=op.level,
             draw_offset=op.draw,
             draft_temperature=draft_temperature,

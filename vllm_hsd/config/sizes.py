@@ -90,11 +90,6 @@ def by_batch_size(hsd: CascadeConfig, limit: int) -> list[tuple[int, int, int]]:
     return [(1, first, hsd.scheduled_tokens), *each, (limit + 1, limit + 1, 0)]
 
 
-def verifiers(hsd: CascadeConfig) -> list[str]:
-    """How each level verifies the one below; the first is not used."""
-    return [options.verifier for options in hsd.options()]
-
-
 def schedule_of(hsd: CascadeConfig, longest: int | None = None) -> Schedule:
     """The fixed schedule of a cascade.
 

@@ -14,11 +14,12 @@ from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.adaptive_verification import DraftConfidence
 from vllm_hsd.cascade.cascade_steps import stage
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
+from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.config.level_checks import check_states
-from vllm_hsd.config.sizes import schedule_of, verifiers
+from vllm_hsd.config.sizes import schedule_of
 from vllm_hsd.errors import quoted
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.device_counts import DeviceCounts
@@ -59,7 +60,6 @@ class BaseSpeculator(StandaloneARSpeculator):
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.hsd = vllm_config.speculative_config.hsd
         self.schedule = schedule_of(self.hsd)
-        self.verifiers = verifiers(self.hsd)
         scales = [options.temperature_scale for options in self.hsd.options()]
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
         self.req_states: Any = None
@@ -111,19 +111,29 @@ class BaseSpeculator(StandaloneARSpeculator):
         stopping = [options.stopping == "entropy" for options in self.hsd.options()]
         return DeviceThresholds(stopping, self.state) if any(stopping) else None
 
-    def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
+    def _build_programs(self, levels: list[Level], groups: KVGroups) -> None:
         """Build what runs a proposal, of levels that are loaded and have their caches."""
         raise NotImplementedError
 
-    def _sources(self, levels: list[Any]) -> ProgramSources | None:
-        """What drafts next to the model of level 0; a lookup alone becomes that level instead."""
-        lookup, text = self.lookup, self.req_states.all_token_ids.gpu
-        if levels[0] is None:
-            levels[0] = partial(cast(Any, lookup), text=text)
-        elif isinstance(lookup, SourcesLookup):
-            offer = partial(lookup.offer, text=text)
-            return ProgramSources(offer, lookup.choose, lookup.drawn, lookup.prefers_drafter)
-        return None
+    def _levels(self, models: list[Any]) -> list[Level]:
+        """The levels as programs run them, of their models: None is a lookup alone."""
+        text = self.req_states.all_token_ids.gpu
+        return [
+            Level(
+                partial(cast(Any, self.lookup), text=text) if model is None else model,
+                options.verifier,
+                options.max_rounds,
+            )
+            for model, options in zip(models, self.hsd.options(), strict=True)
+        ]
+
+    def _sources(self) -> ProgramSources | None:
+        """Lookups next to the model of level 0."""
+        lookup = self.lookup
+        if not isinstance(lookup, SourcesLookup) or not lookup.has_drafter:
+            return None
+        offer = partial(lookup.offer, text=self.req_states.all_token_ids.gpu)
+        return ProgramSources(offer, lookup.choose, lookup.drawn, lookup.prefers_drafter)
 
     @property
     def drawn(self) -> torch.Tensor | None:
@@ -200,8 +210,8 @@ class BaseSpeculator(StandaloneARSpeculator):
         )
         if self.head is not None:
             self.head.kv_groups = groups
-        levels = [self.counted.get(k, level) for k, level in enumerate(self.hosted)]
-        self._build_programs(levels, groups)
+        models = [self.counted.get(k, level) for k, level in enumerate(self.hosted)]
+        self._build_programs(self._levels(models), groups)
 
     @torch.inference_mode()
     def propose(

@@ -8,7 +8,7 @@ same for one request, in plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LookupResult, StepLevels
-from vllm_hsd.cascade.program import Program, ProgramLookup, ProgramSources
+from vllm_hsd.cascade.program import Program, ProgramSources
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
 from vllm_hsd.host.level_caches import LevelCaches
@@ -29,7 +29,6 @@ class HostProgram(Program):
     """A cascade of which some levels may be left out of a proposal.
 
     Args:
-        max_rounds: per level, see `LevelOptions`.
         counts: of the levels, and of the lowest one's sources.
         chosen: int32 [slots + 1], the source that drafts for each slot; None for one source.
         caches: what levels have computed.
@@ -50,7 +49,6 @@ class HostProgram(Program):
     def __init__(
         self,
         *args: Any,
-        max_rounds: Sequence[int | None],
         counts: LevelCounts,
         chosen: np.ndarray | None = None,
         caches: LevelCaches,
@@ -58,8 +56,7 @@ class HostProgram(Program):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.max_rounds, self.caches = max_rounds, caches
-        self.counts, self.chosen = counts, chosen
+        self.caches, self.counts, self.chosen = caches, counts, chosen
         self.estimates = estimates
         self.lanes = self.schedule.longest_query
         levels, slots = self.schedule.num_levels, caches.computed.shape[1]
@@ -97,7 +94,7 @@ class HostProgram(Program):
     def _look_up(self, state: ProposalState) -> None:
         """A draft of the lookup, and how sure it is of each token."""
         began = clock.seconds()
-        found = cast(ProgramLookup, self.levels[0])(state)
+        found = self.levels[0].runs(state)
         self._took(0, began)
         if self.estimates is not None:
             wanted = state.requested[0].numpy() > 0
@@ -208,7 +205,7 @@ class HostProgram(Program):
             computed[self.slots[drafts]] = ends[drafts] - 1
             # What a head reads has no price: in the next step it would have to read it as well.
             if self._is_late_head(level):
-                head, began = cast(Any, self.levels[level]), clock.seconds()
+                head, began = self.levels[level].runs, clock.seconds()
                 rows = np.flatnonzero(drafts & (head.unread.count[self.slots] > 0))
                 head.read(self.slots[rows], rows)
                 self._took(level, began, passes=int(len(rows) > 0))
@@ -233,7 +230,7 @@ class HostProgram(Program):
 
     def _is_late_head(self, level: int) -> bool:
         """Whether a level reads the target's states before its first pass of a proposal."""
-        return getattr(self.levels[level], "unread", None) is not None
+        return getattr(self.levels[level].runs, "unread", None) is not None
 
     def _text_ends(self) -> np.ndarray:
         ends: np.ndarray = self.base + self.schedule.window
@@ -307,15 +304,17 @@ class HostProgram(Program):
         if self.has_lookup:
             # A head that verifies nothing drafts in its place.
             state.requested[0].zero_()
-            cast(ProgramLookup, self.levels[0])(state)
+            self.levels[0].runs(state)
         for level in range(1, self.schedule.num_levels):
             cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])
 
     def _draft_verified(self, state: ProposalState, level: int) -> None:
         """Rounds of a draft from below and its verification, until every draft is full."""
-        rounds, most = 0, self.max_rounds[level]
+        rounds, own = 0, self.levels[level]
         feeder, _ = self.selection.below(level)
-        while (wants := self._wants(state, level)).any() and (most is None or rounds < most):
+        while (wants := self._wants(state, level)).any() and (
+            own.max_rounds is None or rounds < own.max_rounds
+        ):
             began = clock.seconds()
             requested = state.requested[level - 1].numpy().copy()
             self._draft(state, level - 1)
@@ -324,7 +323,7 @@ class HostProgram(Program):
             self._requested(feeder, self.slots[wants], requested[wants], counts[wants])
             longest = int(counts[wants].max())
             draw = self.draws[level]
-            self.draws[level] += 1 if self.verifiers[level] == "none" else longest + 1
+            self.draws[level] += 1 if own.verifier == "none" else longest + 1
             if self.draws[level] > DRAWS_PER_LENGTH:
                 return
             passed_on = None if feeder == level - 1 else state.counts[level - 1].clone()

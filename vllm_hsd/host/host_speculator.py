@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from vllm_hsd.budget import clock
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.budget.step_times import TIMED_AT_START
 from vllm_hsd.cascade.counters import Count
-from vllm_hsd.cascade.level import DraftingLevel, StepLevels
+from vllm_hsd.cascade.level import DraftingLevel, Level, StepLevels
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.forced_tokens import FORCED
@@ -73,9 +73,8 @@ class HostSpeculator(BaseSpeculator):
             computed = self.caches.computed[:, slot]
             np.minimum(computed, int(states.total_len.gpu[slot]) - 1, out=computed)
 
-    def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
+    def _build_programs(self, levels: list[Level], groups: KVGroups) -> None:
         self.buckets: dict[int, ProposalState] = {}
-        sources = self._sources(levels)
         own = [
             None if level is None or level.in_target_cache or level is self.head else level
             for level in self.hosted
@@ -88,14 +87,12 @@ class HostSpeculator(BaseSpeculator):
         self.program = HostProgram(
             self.schedule,
             levels,
-            self.verifiers,
             groups,
             self.max_model_len,
             self.thresholds,
-            sources,
+            self._sources(),
             counts=self.counts.host,
             chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
-            max_rounds=[options.max_rounds for options in self.hsd.options()],
             caches=self.caches,
             estimates=estimates_of(self.hsd.levels[0], self.lookup) if self.hsd.adaptive else None,
         )

@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import SourcesLookup
+from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.program import Program
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
@@ -70,10 +71,10 @@ class CascadeSpeculator(BaseSpeculator):
         sizes, most = batch_sizes(self.state.batch), most_with_branches(self.hsd)
         return SeveralDrafts.allocate(self.state, self.schedule.drafts, sizes, most)
 
-    def _build_programs(self, levels: list[Any], groups: KVGroups) -> None:
+    def _build_programs(self, levels: list[Level], groups: KVGroups) -> None:
         for state in self.shorter.values():
             state.slot_mapping = self.state.slot_mapping
-        sources = self._sources(levels)
+        sources = self._sources()
         if sources is not None:
             self.further = FurtherPasses(cast(SourcesLookup, self.lookup).wanted)
         kind: Callable[..., Program] = Program
@@ -82,7 +83,6 @@ class CascadeSpeculator(BaseSpeculator):
         build = partial(
             kind,
             levels=levels,
-            verifiers=self.verifiers,
             groups=groups,
             max_model_len=self.max_model_len,
             thresholds=self.thresholds,

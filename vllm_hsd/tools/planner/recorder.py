@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm_hsd.tools.engine import generate
@@ -48,10 +49,10 @@ class Recorder:
     def _wrap(self) -> None:
         program = self.speculator.program
         for index, level in enumerate(program.levels):
-            if hasattr(level, "forward"):
-                level.forward = self._forward(index, level.forward)
+            if hasattr(level.runs, "forward"):
+                level.runs.forward = self._forward(index, level.runs.forward)
             else:
-                program.levels[index] = self._lookup(level)
+                program.levels[index] = replace(level, runs=self._lookup(level.runs))
         if program.sources is not None:
             offer = self._lookup(program.sources.offer)
             program.sources = program.sources._replace(offer=offer)
