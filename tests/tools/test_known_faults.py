@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.registry import installed_release
@@ -30,6 +31,7 @@ MET = [
     ("#37865", {"short_graphs": True}),
     ("#47825", {"method": "medusa"}),
     ("#55005", {"device": "cpu"}, {"runner": "V1"}),
+    ("#45447", {"device": "cpu"}, {"compiled_ahead": True}),
 ]
 
 
@@ -62,7 +64,7 @@ def findings(target, **config):
     return "\n".join(finding.text for finding in found)
 
 
-def test_a_configuration_is_read(text_family):
+def test_a_configuration_is_read(text_family, monkeypatch):
     target = text_family.target
     assert configuration_findings(target, None, ())[0].text.endswith("no speculation")
     assert "uniforms again" not in findings(target)
@@ -70,6 +72,9 @@ def test_a_configuration_is_read(text_family):
     assert ("uniforms again" in said) == (installed_release() == "0.32")
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 3}
     assert "by intention" in findings(target, **synthetic)
+    assert ("#45447" in findings(target)) == (current_platform.device_type == "cpu")
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    assert "#45447" not in findings(target)
 
 
 def test_a_method_that_vllm_no_longer_has(text_family, monkeypatch):

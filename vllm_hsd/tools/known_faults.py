@@ -28,6 +28,7 @@ class Combination:
         tensor_parallel: ranks that verify together.
         short_graphs: whether the largest batch of drafts has no CUDA graph.
         short_draft: whether the draft model knows fewer positions than are served.
+        compiled_ahead: whether the model is compiled, and kept for later starts.
     """
 
     method: str | None
@@ -44,9 +45,11 @@ class Combination:
     tensor_parallel: int = 1
     short_graphs: bool = False
     short_draft: bool = False
+    compiled_ahead: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Combination:
+        from vllm import envs
         from vllm.platforms import current_platform
 
         from vllm_hsd.host.engine_hooks import NeedsHooks
@@ -71,6 +74,7 @@ class Combination:
             tensor_parallel=config.parallel_config.tensor_parallel_size,
             short_graphs=0 < (graphs.max_cudagraph_capture_size or 0) < widest,
             short_draft=bool(positions) and positions < config.model_config.max_model_len,
+            compiled_ahead=bool(graphs.mode) and envs.VLLM_USE_AOT_COMPILE,
         )
 
     @property
@@ -278,6 +282,15 @@ KNOWN_FAULTS = (
         '`"standard"`, or `"hierarchical"`',
         seen="read in 0.33",
         meets=lambda c: c.rule in ("fly", "synthetic"),
+    ),
+    KnownFault(
+        "a compiled engine on a CPU, with or without speculation",
+        "slow, not wrong: what a start has compiled cannot be loaded (`finalize_loading` in the "
+        "log), and the next one takes minutes again",
+        "`VLLM_USE_AOT_COMPILE=0` in the environment",
+        issue="vllm-project/vllm#45447, in its log",
+        seen="run on 0.32, read in 0.33",
+        meets=lambda c: c.device == "cpu" and c.compiled_ahead,
     ),
     GONE_METHODS,
 )
