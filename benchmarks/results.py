@@ -128,12 +128,12 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         own = [row for row in rows if _cell(row) == key]
         sets = list(dict.fromkeys(row["set"] for row in own))
         names = list(dict.fromkeys(row["configuration"] for row in own))
-        group, size, temperature = key
+        group, size, temperature, follow_each_other = key
         once = "max_tokens", "dtype", "machine", "commit"
         tokens, dtype, machine, commit = (_different(row[name] for row in own) for name in once)
         batches = _different(row["batches"] for row in own)
         load, counted = f"batch {size}", f"{batches} answers of each set x {tokens} tokens"
-        if sets == [MIX]:
+        if follow_each_other:
             load, counted = f"{size} streams", f"{batches} parts, {tokens} tokens an answer"
         where = f"{dtype}, {machine}, commit {commit}"
         yield f"**{group}, {load}, temperature {float(temperature):g}** ({counted}; {where})"
@@ -149,8 +149,9 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         yield ""
 
 
-def _cell(row: Mapping[str, str]) -> tuple[str, str, str]:
-    return row["group"], row["batch_size"], row["temperature"]
+def _cell(row: Mapping[str, str]) -> tuple[str, str, str, bool]:
+    """Of a table; one stream is no batch of one."""
+    return row["group"], row["batch_size"], row["temperature"], row["set"] == MIX
 
 
 def _different(values: Iterable[str]) -> str:
@@ -222,17 +223,21 @@ def main() -> int:
             here = options.prompts / f"{each}.jsonl" if options.prompts else prompts_file(each)
             shutil.copy(here, Path(directory, f"{each}.jsonl"))
         edits.write(Path(directory, "edits.jsonl"))
-        prompts, sets = sweep.read_sets(Path(directory))
-    streams = in_turn(list(sets.values()), options.streams)
-    sets = {name: indices[: options.num_prompts] for name, indices in sets.items()}
+        few, every = (sweep.read_sets(Path(directory), n) for n in (options.num_prompts, None))
     for name in options.groups:
         configs = GROUPS[name]()
         chosen = {k: v for k, v in configs.items() if not options.only or k in options.only}
         options.model = os.path.relpath(smollm2() if name == SMALL else qwen_coder("1.5B"))
-        loads = streams if name == SMALL else {}
+        prompts, sets = few
+        streams: dict[int, list[tuple[int, ...]]] = {}
+        # The longest prompt decides which texts an engine has room for: no other group needs all.
+        if name == SMALL:
+            prompts, sets = every
+            streams = in_turn(list(sets.values()), options.streams)
+            sets = {key: indices[: options.num_prompts] for key, indices in sets.items()}
         faults += sweep.fill(
             table,
-            [Group(name, chosen, options.temperatures, streams=loads)],
+            [Group(name, chosen, options.temperatures, streams=streams)],
             options,
             prompts,
             sets,

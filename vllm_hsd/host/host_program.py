@@ -310,11 +310,10 @@ class HostProgram(Program):
 
     def _draft_verified(self, state: ProposalState, level: int) -> None:
         """Rounds of a draft from below and its verification, until every draft is full."""
-        rounds, own = 0, self.levels[level]
+        own = self.levels[level]
+        rounds, most = 0, own.max_rounds
         feeder, _ = self.selection.below(level)
-        while (wants := self._wants(state, level)).any() and (
-            own.max_rounds is None or rounds < own.max_rounds
-        ):
+        while (wants := self._wants(state, level)).any() and (most is None or rounds < most):
             began = clock.seconds()
             requested = state.requested[level - 1].numpy().copy()
             self._draft(state, level - 1)
