@@ -111,8 +111,8 @@ def test_what_runners_launch_is_compiled(launched, name):
 )
 def test_a_read_on_the_host_is_caught(launched, monkeypatch, read):
     """Tensors of the cases have no values: what depends on one cannot be captured in a graph."""
-    forward = kernel_launches.Level.forward
-    monkeypatch.setattr(kernel_launches.Level, "forward", lambda *args: read(forward(*args)))
+    forward = kernel_launches.MetaLevel.forward
+    monkeypatch.setattr(kernel_launches.MetaLevel, "forward", lambda *args: read(forward(*args)))
     with pytest.raises(RuntimeError, match="meta"):
         launch_cases.launch([kernel_launches.Cascade((3, 8))])
 
