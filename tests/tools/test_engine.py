@@ -8,6 +8,8 @@ import pytest
 from support.engines import ENGINE_DEFAULTS, PROMPTS, forked, started
 from support.level_files import cascade
 from support.marks import slow
+from vllm import envs
+from vllm.platforms import current_platform
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.engine import EngineProcess
@@ -57,6 +59,10 @@ def test_an_error_of_the_caller_ends_a_busy_process_at_once():
     assert not process._process.is_alive() and time.monotonic() - began < 300
 
 
+def compiles_ahead(llm) -> bool:
+    return envs.VLLM_USE_AOT_COMPILE
+
+
 def test_one_engine_measures_generations_and_selects_levels(family):
     levels = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
     config = cascade(*levels, num_speculative_tokens=6)
@@ -72,6 +78,9 @@ def test_one_engine_measures_generations_and_selects_levels(family):
         in_turn = engine.generate(prompts, GREEDY, max_concurrency=1)
         with pytest.raises(UserError, match=r"engine failed: levels \[2\]"):
             engine.select_levels([2], [4])
+        if current_platform.is_cpu():
+            # Every start would compile again.
+            assert not engine.call(compiles_ahead)
     assert [len(ids) for ids in both.token_ids] == [16, 16] and both.num_tokens == 32
     assert one.token_ids == [both.token_ids[0], both.token_ids[1][:5]]
     assert lowest.token_ids == again.token_ids == both.token_ids

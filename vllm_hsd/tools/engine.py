@@ -8,6 +8,7 @@ and inspect it.
 from __future__ import annotations
 
 import itertools
+import os
 import pkgutil
 import time
 import traceback
@@ -17,6 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from vllm_hsd.config.platform import read_on_host
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.worker_process import WorkerProcess, at_end, reason_of, send_to_parent
 
@@ -170,6 +172,9 @@ _engine: Any = None
 
 def _load(engine_args: dict[str, Any]) -> None:
     global _engine
+    if read_on_host():
+        # There vLLM cannot load what a start has compiled ahead, see `known_faults`.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     from vllm import LLM
 
     _engine = LLM(**_with_configs(engine_args))
