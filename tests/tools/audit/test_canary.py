@@ -70,7 +70,9 @@ def test_watch(tmp_path, capsys, wrong):
 def test_mistakes_are_named(tmp_path, error):
     assert "--watch needs --plain-url" in error("--watch", "http://a")
     both = ("--watch", "http://a", "--plain-url", "http://b")
-    assert "no model or configuration" in error(*both, "--model", "m")
+    engine = "--engine-args", '{"seed": 1}'
+    for option in ("--model", "m"), engine, ("--as-served",), ("--self-test",):
+        assert f"--output alone: leave out {option[0]}." in error(*both, *option)
     assert "--temperatures above 0" in error(*both, "--temperatures", "0")
     with stand_in("sglang") as url:
         (tmp_path / "watch.json").write_text("{}")

@@ -139,7 +139,9 @@ def test_mistakes_are_named(error):
     assert "--url 'http://127.0.0.1:1' cannot be reached" in error(*both)
     unreadable = ("--url", "http://127.0.0.1:port", "--plain-url", "http://127.0.0.1:1")
     assert "--url 'http://127.0.0.1:port' cannot be reached" in error(*unreadable)
-    assert "--self-test has models of its own" in error("--self-test", "--url", "http://a")
+    alone = "--self-test reads --tokens, --output alone: leave out"
+    for option in ("--url", "http://a"), ("--dtype", "float32"), ("--temperatures", "1"):
+        assert f"{alone} {option[0]}." in error("--self-test", *option)
     assert "leave out --speculative-config" in error(*both, "--speculative-config", "{}")
     assert "is not a URL" in error("--url", "localhost", "--plain-url", "localhost")
     with markov_server(sends_token_ids=False) as url:

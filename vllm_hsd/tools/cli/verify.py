@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.tools.cli.options import add_engine_options, numbers
 
 # See `tools.audit.workloads`.
@@ -12,6 +13,12 @@ WORKLOADS = (
     "steady", "turns", "crowd16", "crowd64", "thinking", "schemas", "stops", "chunks", "preempted",
     "adapters",
 )  # fmt: skip
+
+# Calls that read few of the options: which ones.
+FEW_OPTIONS = {
+    "watch": ("plain_url", "tokens", "temperatures", "prompts", "dtype", "output"),
+    "self_test": ("tokens", "output"),
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -77,7 +84,7 @@ def add_parser(commands: Any) -> None:
         "without it drafts are as long as it allows and batches small, which shows most",
     )  # fmt: skip
     add_engine_options(parser, "0,0.7,1", "verify")
-    parser.set_defaults(run=command)
+    parser.set_defaults(run=command, parser=parser)
 
 
 def _workloads(text: str) -> list[str]:
@@ -86,6 +93,12 @@ def _workloads(text: str) -> list[str]:
 
 def command(arguments: argparse.Namespace) -> int:
     """Run `vllm-hsd verify`; see `verify_runs.command`."""
+    given, default = vars(arguments), vars(arguments.parser.parse_args([]))
+    for option, taken in FEW_OPTIONS.items():
+        others = [k for k in given if given[k] != default[k] and k not in (option, *taken)]
+        if given[option] and others:
+            name, other, *own = ("--" + k.replace("_", "-") for k in (option, others[0], *taken))
+            raise UserError(f"{name} reads {', '.join(own)} alone: leave out {other}.")
     # torch and scipy, which a parser must not import.
     from vllm_hsd.tools.cli import verify_runs, verify_watch
 

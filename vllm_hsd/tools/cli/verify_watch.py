@@ -28,9 +28,6 @@ def command(arguments: argparse.Namespace) -> int:
     """Run `vllm-hsd verify --watch`; 1 as soon as the p-value falls below ERROR_PROBABILITY."""
     if not arguments.plain_url:
         raise UserError("--watch needs --plain-url: a server of the model without speculation.")
-    given = (arguments.model, arguments.speculative_config, arguments.url, arguments.drafter)
-    if any(given) or arguments.equal_drafter or arguments.self_test:
-        raise UserError("--watch goes with --plain-url, and with no model or configuration.")
     temperatures = [t for t in bench.in_order(arguments.temperatures, "--temperatures", 0) if t > 0]
     if not temperatures:
         raise UserError("--watch samples: give --temperatures above 0.")
