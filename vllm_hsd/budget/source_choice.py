@@ -217,11 +217,13 @@ class SourcesLookup:
         self.selected = set(sources)
         self.counts.zero_()
 
-    def prefers_drafter(self, state: ProposalState) -> torch.Tensor:
+    def prefers_drafter(self, state: ProposalState) -> torch.Tensor | None:
         """bool [B], whose drafts are expected to be best where the drafter draws whole ones.
 
-        After `offer`; the rule of `choose`, read on the host.
+        After `offer`; the rule of `choose`, read on the host. None where it is not `selected`.
         """
+        if not self.drafter_selected:
+            return None
         slots = torch.where(state.slot >= 0, state.slot, self.slots).long()
         scale = (self.own[0][:, slots] + self.prior) / (self.own[1][:, slots] + self.prior)
         each = (self.expected[:, slots] * scale[..., None]).clamp(max=1.0)
@@ -231,8 +233,7 @@ class SourcesLookup:
         held = places < torch.minimum(counts, state.requested[0])[..., None]
         survival = each.masked_fill(~held, 0.0).cumprod(2)
         value = survival.masked_fill(survival < self.least, 0.0).sum(2)
-        best = (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
-        return best if self.drafter_selected else torch.zeros_like(best)
+        return (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
 
     @property
     def lookups_selected(self) -> bool:

@@ -64,7 +64,7 @@ class ProgramSources(NamedTuple):
     offer: ProgramLookup
     choose: ProgramLookup
     drawn: torch.Tensor
-    prefers_drafter: Callable[[ProposalState], torch.Tensor]
+    prefers_drafter: Callable[[ProposalState], torch.Tensor | None]
 
 
 class Program:

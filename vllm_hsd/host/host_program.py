@@ -291,7 +291,10 @@ class HostProgram(Program):
     def _wants_model(self, state: ProposalState) -> np.ndarray:
         """bool [B], requests for which the model next to lookups drafts; all of them in a trial."""
         sources = cast(ProgramSources, self.sources)
-        wants: np.ndarray = sources.prefers_drafter(state).numpy()
+        preferred = sources.prefers_drafter(state)
+        if preferred is None:
+            return np.zeros(state.batch, dtype=bool)
+        wants: np.ndarray = preferred.numpy()
         if wants.any():
             self.trials.pays(0)
         elif self.trials.due(0):
