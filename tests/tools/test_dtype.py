@@ -12,13 +12,14 @@ from vllm_hsd.tools import dtype
 
 @pytest.fixture
 def probe(monkeypatch, tmp_path, family):
-    """A function of (bfloat16, float32) seconds of a pass, None for a crash -> the choice.
+    """A function of (bfloat16, float32) seconds of a pass, None for a crash, and whether the system
+    has ended a process -> the choice.
 
     It counts the engines that started.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def run(fast: float | None, exact: float | None) -> dtype.Choice:
+    def run(fast: float | None, exact: float | None, killed: bool = False) -> dtype.Choice:
         seconds = {"bfloat16": fast, "float32": exact}
 
         @contextlib.contextmanager
@@ -27,7 +28,8 @@ def probe(monkeypatch, tmp_path, family):
             taken = seconds[arguments["dtype"]]
             crash = None if taken else UserError("the probe ended early with signal SIGILL.")
             work = mock.Mock(side_effect=crash)
-            yield mock.Mock(wait=work, generate=work, call=lambda function, tokens: taken)
+            answers = {"wait": work, "generate": work, "killed": killed}
+            yield mock.Mock(**answers, call=lambda function, tokens: taken)
 
         monkeypatch.setattr(dtype, "EngineProcess", engine)
         return dtype.choose_dtype(family.target)
@@ -58,3 +60,9 @@ def test_the_outcome_is_kept_for_the_next_process(probe, tmp_path):
     file.write_text("damaged")
     assert probe(3.0, 2.0).dtype == "float32"
     assert json.loads(file.read_text())["dtype"] == "float32"
+
+
+def test_a_probe_that_the_system_has_ended_is_made_again(probe):
+    choice = probe(None, 2.0, killed=True)
+    assert choice.dtype == "float32" and "memory is short" in choice.reason
+    assert probe(1.0, 2.0).dtype == "bfloat16" and probe.started == 4

@@ -46,9 +46,11 @@ def test_a_dead_process_is_reported_and_closed(worker):
             worker.call(os._exit, 3)
 
 
-def test_a_killed_process_names_its_signal(worker):
-    with pytest.raises(UserError, match='signal SIGILL; try dtype "float32"'):
-        worker.call(os.kill, worker.call(os.getpid), 4)
+@pytest.mark.parametrize("number, said", [(4, 'SIGILL; try dtype "float32"'), (9, "SIGKILL")])
+def test_a_killed_process_names_its_signal(worker, number, said):
+    with pytest.raises(UserError, match=f"signal {said}"):
+        worker.call(os.kill, worker.call(os.getpid), number)
+    assert worker.killed == (number == 9)
 
 
 def test_an_error_of_the_caller_ends_a_busy_process_at_once():

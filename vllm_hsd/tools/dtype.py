@@ -37,10 +37,15 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Choice:
-    """A dtype and one sentence that says why."""
+    """A dtype and one sentence that says why.
+
+    Attributes:
+        lasts: the same is to be found by every process of this machine.
+    """
 
     dtype: str
     reason: str
+    lasts: bool = True
 
     def __str__(self) -> str:
         return f"{self.dtype} ({self.reason})"
@@ -68,6 +73,8 @@ def choose_dtype(model: str) -> Choice:
         return Choice(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # not probed yet, or not by this version
         choice = _probe(shapes)
+    if not choice.lasts:
+        return choice
     # A home that cannot be written: the next process probes again.
     with contextlib.suppress(OSError, UserError):
         cache.mkdir(parents=True, exist_ok=True)
@@ -152,6 +159,9 @@ def _probe(shapes: Mapping[str, int]) -> Choice:
                     for tokens in STEP_TOKENS
                 ]
             except UserError as error:
+                if fast.killed:
+                    why = "the system ended the bfloat16 probe, as it does where memory is short"
+                    return Choice(EXACT, why, lasts=False)
                 return Choice(EXACT, f"bfloat16 does not run on this CPU: {brief(error)}")
     figures = " and ".join(f"{ratio:.2f}" for ratio in ratios)
     reason = (
