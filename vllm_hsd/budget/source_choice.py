@@ -233,7 +233,8 @@ class SourcesLookup:
         held = places < torch.minimum(counts, state.requested[0])[..., None]
         survival = each.masked_fill(~held, 0.0).cumprod(2)
         value = survival.masked_fill(survival < self.least, 0.0).sum(2)
-        return (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
+        best: torch.Tensor = (value[-1] > 0) & (value[-1] >= value[:-1].amax(0))
+        return best
 
     @property
     def lookups_selected(self) -> bool:
