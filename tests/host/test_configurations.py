@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import cascades
+from support.damage import change_config, damaged_copy
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
@@ -22,6 +24,8 @@ from vllm_hsd.host import engine_hooks, graphs, program_models
 from vllm_hsd.host.replacements import load_model
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
 from vllm_hsd.plugin import register
+
+STATES = "eagle_aux_hidden_state_layer_ids"
 
 
 def configure(family, speculative_config: dict | None, **engine):
@@ -225,6 +229,17 @@ def test_a_head_next_to_lookups_is_vllms_own_drafter_too(family, head):
     assert (found.method, found.model) == ("eagle3", head)
     # Keeps the texts on the device.
     assert found.use_ngram() and len(found.hsd_sources.sources) == 2
+
+
+@pytest.mark.parametrize("nested", [{STATES: [0, 1, 3]}, {STATES: [9], "layer_ids": [0, 1, 3]}])
+def test_layers_that_a_head_names_for_vllms_v1_runner_alone(family, head, tmp_path, nested):
+    change = change_config(**{STATES: None}, eagle_config=nested)
+    own = damaged_copy(head, tmp_path / "head", change)
+    alone = stock("eagle3", model=own, draft_sample_method="probabilistic")
+    for given in (hsd({"eagle3": own}), hsd(sources(NGRAM, {"eagle3": own})), alone):
+        found = pickle.loads(pickle.dumps(configure(family, given).speculative_config))
+        models = [each for each in getattr(found, "level_configs", [found]) if each is not None]
+        assert [get_eagle3_aux_layers_from_config(each) for each in models] == [(0, 1, 3)]
 
 
 def test_a_head_next_to_lookups_is_a_level_where_it_adapts(family, head):

@@ -15,6 +15,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.tokenizers.registry import get_tokenizer
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from vllm_hsd.cascade.vocabulary import differing_token
 from vllm_hsd.checked_files import check_safetensors
@@ -106,7 +107,18 @@ def draft_config(
             f"{named} drafts all tokens in parallel, which levels do not: use "
             "a head that drafts one token after the other, or vLLM's own method 'eagle3'."
         )
+    name_layers(parsed)
     return parsed
+
+
+def name_layers(config: SpeculativeConfig) -> None:
+    """Have vLLM's V2 runner read the layers that a head names where its V1 runner alone looks."""
+    if config.method != "eagle3" or get_eagle3_aux_layers_from_config(config) is not None:
+        return
+    own, key = config.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids"
+    nested = getattr(own, "eagle_config", None)
+    if isinstance(nested, Mapping) and nested.get(key):
+        setattr(own, key, nested[key])
 
 
 def _check_vocabulary(

@@ -9,6 +9,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_hsd.errors import UserError, quoted, refusal
+from vllm_hsd.host.draft_models import name_layers
 from vllm_hsd.host.engine_hooks import STOCK_METHODS, NeedsHooks
 from vllm_hsd.rules import MAX_KERNEL_DRAFT
 
@@ -43,6 +44,7 @@ class HierarchicalConfig(NeedsHooks, SpeculativeConfig):
         except ValidationError as error:
             raise UserError(refusal(error)) from error
         parsed.check()
+        name_layers(parsed)
         return parsed
 
     def check(self) -> None:

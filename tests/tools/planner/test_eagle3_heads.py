@@ -140,8 +140,16 @@ def test_a_published_head_without_norms_and_with_its_own_embedding(head, models,
     assert found.head.draft_tokens.equal(drafter.head.draft_tokens)
 
 
-def test_layers_are_those_that_vllm_reads_in_the_order_in_which_they_run(head, models, tmp_path):
-    nested = {"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "layer_ids": [2, 1, 0]}
+@pytest.mark.parametrize(
+    "nested",
+    [
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "layer_ids": [2, 1, 0]},
+        {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]},
+    ],
+)
+def test_layers_are_those_that_vllm_reads_in_the_order_in_which_they_run(
+    head, models, tmp_path, nested
+):
     change = change_config(eagle_aux_hidden_state_layer_ids=None, eagle_config=nested)
     found = load_head(damaged_copy(head, tmp_path / "head", change), models.target)
     assert found.shape.layers == (0, 1, 2)

@@ -297,9 +297,9 @@ def load_head(directory: str | Path, target: Any = None) -> Head:
         }
         drafted = config.get("draft_vocab_size") or config["vocab_size"]
         depth = 0 if target is None else target.config.num_hidden_layers
-        # As vLLM's V2 runner reads them, in the order in which the target's layers run.
-        named_layers = config.get("eagle_aux_hidden_state_layer_ids")
-        named_layers = named_layers or (config.get("eagle_config") or {}).get("layer_ids")
+        # As they are served (`draft_models.name_layers`), in the order in which they run.
+        nested, key = config.get("eagle_config") or {}, "eagle_aux_hidden_state_layer_ids"
+        named_layers = config.get(key) or nested.get("layer_ids") or nested.get(key)
         layers = sorted({*(named_layers or (2, depth // 2, depth - 3))})
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         given = {name: config[name] for name in Shape.__dataclass_fields__ if name in config}
