@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -109,8 +108,6 @@ class HostedBranches:
         self.lengths = {self.most * (length + 1): length for length in ladder}
         for mistake in config.speculative_config.branch_mistakes(config):
             raise UserError(mistake)
-        for reason in _refused(config):
-            raise UserError(f"levels[0].branches does not run with {reason}.")
         device, requests = runner.device, runner.max_num_reqs
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -378,23 +375,6 @@ class HostedBranches:
         step, followed = self.step, (self.winner, self.emitted)
         self.caches.finish(step.rows, step.tables, *followed, step.length)
         self.step = None
-
-
-def _refused(vllm_config: Any) -> list[str]:
-    """What of an engine's configuration this runner's branches do not run with, and the cure."""
-    parallel = vllm_config.parallel_config
-    refused = {
-        "pipeline parallelism: remove branches": parallel.pipeline_parallel_size > 1,
-        "context parallelism: remove branches": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-        "kv_sharing_fast_prefill: remove one of them": (
-            vllm_config.cache_config.kv_sharing_fast_prefill
-        ),
-        "full CUDA graphs of prompts: set cudagraph_mode to FULL_AND_PIECEWISE": (
-            vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
-        ),
-    }
-    return [reason for reason, holds in refused.items() if holds]
 
 
 @REGISTRY.replaces_on_runner(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field, SkipValidation
+from vllm.config.compilation import CUDAGraphMode
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.engine.arg_utils import EngineArgs
@@ -199,10 +200,21 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
 
     def branch_mistakes(self, vllm_config: Any) -> Iterator[str]:
         """Why no runner can host the branches: a sentence for each reason."""
-        if vllm_config.parallel_config.use_ubatching:
-            yield (
-                "levels[0].branches does not run with microbatches: remove branches or enable_dbo."
-            )
+        parallel = vllm_config.parallel_config
+        refused = {
+            "microbatches: remove branches or enable_dbo": parallel.use_ubatching,
+            "pipeline parallelism: remove branches": parallel.pipeline_parallel_size > 1,
+            "context parallelism: remove branches": parallel.decode_context_parallel_size > 1
+            or parallel.prefill_context_parallel_size > 1,
+            "kv_sharing_fast_prefill: remove one of them": (
+                vllm_config.cache_config.kv_sharing_fast_prefill
+            ),
+            "full CUDA graphs of prompts: set cudagraph_mode to FULL_AND_PIECEWISE": (
+                vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+            ),
+        }
+        for reason in [reason for reason, holds in refused.items() if holds]:
+            yield f"levels[0].branches does not run with {reason}."
         requests = vllm_config.scheduler_config.max_num_seqs
         if self.hsd.branches > requests:
             yield (

@@ -278,6 +278,8 @@ def configuration_findings(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
+
     given = ["--model", model]
     if speculative_config is not None:
         json_object(speculative_config, "--speculative-config")
@@ -290,6 +292,10 @@ def configuration_findings(
         with collected(mistakes):
             config = engine.create_engine_config()
         mistakes += _head_mistakes(engine)
+        # An engine sees them when its workers have started.
+        own = getattr(config, "speculative_config", None)
+        if isinstance(own, CascadeSpeculativeConfig) and own.hsd.branches > 1:
+            mistakes += own.branch_mistakes(config)
     except ValidationError as error:
         # vLLM names the methods that it has, and not what to do without one that it had.
         method = json_object(speculative_config or "{}", "--speculative-config").get("method")
