@@ -56,6 +56,24 @@ class LevelCounts:
         """Rows that belong to levels."""
         return len(self.rows) - len(self.sources)
 
+    def add_time(self, level: int, seconds: float, passes: int = 0) -> None:
+        """Count a lookup of a level, or so many forward passes, and their time."""
+        spent, row = int(1e9 * seconds), self.rows[level]
+        row[Count.ns] += spent
+        row[Count.forwards] += passes
+        row[Count.forward_ns] += spent if passes else 0
+
+    def add_requests(self, level: int, requested: np.ndarray, drafted: np.ndarray) -> None:
+        """Count drafts that were requested of a level: [n] tokens, and how many it gave."""
+        wanted, row = requested > 0, self.rows[level]
+        row[Count.requested] += wanted.sum()
+        row[Count.empty] += (wanted & (drafted == 0)).sum()
+
+    def add_source_tokens(self, column: Count, sources: np.ndarray, tokens: np.ndarray) -> None:
+        """Count [n] tokens for the sources that drafted them, -1 for none."""
+        known = sources >= 0
+        np.add.at(self.rows[self.num_levels :, column], sources[known], tokens[known])
+
     def take(self) -> LevelCounts:
         """The counts since the last call; they start again at zero."""
         taken, self.rows = LevelCounts(self.rows, self.sources), np.zeros_like(self.rows)

@@ -95,7 +95,7 @@ class HostProgram(Program):
         """A draft of the lookup, and how sure it is of each token."""
         began = clock.seconds()
         found = self.levels[0].runs(state)
-        self._took(0, began)
+        self.counts.add_time(0, clock.seconds() - began)
         if self.estimates is not None:
             wanted = state.requested[0].numpy() > 0
             self.estimate[0][self.slots[wanted]] = self.estimates(state, found)[wanted]
@@ -120,7 +120,7 @@ class HostProgram(Program):
         drafted, top = state.draft_length.numpy()[self.drafts], self.selection.top
         slots = self.slots[self.drafts]
         if self.selection.levels:
-            self._requested(top, slots, state.requested[-1].numpy()[self.drafts], drafted)
+            self._count_drafts(top, slots, state.requested[-1].numpy()[self.drafts], drafted)
         self.awaited[slots] = (drafted > 0) & (top == 0)
 
     def take_verdict(self, slots: np.ndarray, accepted: np.ndarray) -> None:
@@ -132,29 +132,16 @@ class HostProgram(Program):
         self._count_sources(Count.accepted, slots[own], accepted[own])
         self.awaited[slots] = False
 
-    def _took(self, level: int, began: float, passes: int = 0) -> None:
-        """Count a lookup or a forward pass of a level, and its time."""
-        spent, row = int(1e9 * (clock.seconds() - began)), self.counts.rows[level]
-        row[Count.ns] += spent
-        row[Count.forwards] += passes
-        row[Count.forward_ns] += passes * spent
-
-    def _requested(
+    def _count_drafts(
         self, level: int, slots: np.ndarray, requested: np.ndarray, drafted: np.ndarray
     ) -> None:
-        """Count what was asked of a level, [n] each, and which source has drafted."""
-        row = self.counts.rows[level]
-        row[Count.requested] += (requested > 0).sum()
-        row[Count.empty] += ((requested > 0) & (drafted == 0)).sum()
+        self.counts.add_requests(level, requested, drafted)
         if level == 0:
             self._count_sources(Count.drafted, slots, drafted)
 
     def _count_sources(self, column: Count, slots: np.ndarray, tokens: np.ndarray) -> None:
         if self.chosen is not None:
-            own = self.chosen[slots]
-            known = own >= 0
-            rows = self.counts.rows[self.counts.num_levels :]
-            np.add.at(rows[:, column], own[known], tokens[known])
+            self.counts.add_source_tokens(column, self.chosen[slots], tokens)
 
     def most_verified(self, op: Verify) -> int:
         return self.schedule.kept_lengths[op.level - 1]
@@ -208,7 +195,7 @@ class HostProgram(Program):
                 head, began = self.levels[level].runs, clock.seconds()
                 rows = np.flatnonzero(drafts & (head.unread.count[self.slots] > 0))
                 head.read(self.slots[rows], rows)
-                self._took(level, began, passes=int(len(rows) > 0))
+                self.counts.add_time(level, clock.seconds() - began, passes=int(len(rows) > 0))
             return
         replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
         allowed = uncached_bound(level, self.schedule.num_levels, replaced)
@@ -217,7 +204,7 @@ class HostProgram(Program):
         if late.any():
             began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
             self.caches.read(level, self.slots[late], ends[late] - 1)
-            self._took(level, began, passes=1)
+            self.counts.add_time(level, clock.seconds() - began, passes=1)
             if self.budget is not None:
                 self.budget.timed(level, missed, clock.seconds() - began)
 
@@ -265,7 +252,7 @@ class HostProgram(Program):
         if self.sources is not None:
             began = clock.seconds()
             self.sources.offer(state)
-            self._took(0, began)
+            self.counts.add_time(0, clock.seconds() - began)
             open_ = self._wants_model(state) & self._wants(state, 0)
             if self.lazy:
                 self._read(0, open_)
@@ -322,7 +309,7 @@ class HostProgram(Program):
             self._draft(state, level - 1)
             drafted, counts = clock.seconds(), state.drafted[level - 1].numpy().copy()
             before = state.drafted[level].numpy().copy()
-            self._requested(feeder, self.slots[wants], requested[wants], counts[wants])
+            self._count_drafts(feeder, self.slots[wants], requested[wants], counts[wants])
             longest = int(counts[wants].max())
             draw = self.draws[level]
             self.draws[level] += 1 if own.verifier == "none" else longest + 1
@@ -417,7 +404,7 @@ class HostProgram(Program):
         self.logits = logits.view(state.batch, -1, logits.shape[1])
         # A head has read before the proposal what its first draft needs.
         read = draw == 0 and self._is_late_head(level)
-        self._took(level, began, passes=0 if read else 1)
+        self.counts.add_time(level, clock.seconds() - began, passes=0 if read else 1)
         # A pass that began after a hole has filled nothing that can be used.
         whole = running & (missing + draft <= query)
         reached = np.minimum(text, state.limit.numpy() + 1)

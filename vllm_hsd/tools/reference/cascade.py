@@ -98,7 +98,7 @@ class Cascade:
             ended = (top.counts[slots] == 0) | (last == batch.eos[slots])
             room = np.minimum(most - top.counts[slots], self.horizontal_tokens)
             top.extend(self._draft(batch, 0, slots, np.where(ended, 0, room)), slots)
-        self._request(self.selection.top, top, slots, most)
+        self.counts.add_requests(self.selection.top, most, top.counts[slots])
         self._count(Count.drafted, top, slots, top.counts[slots])
         return top
 
@@ -164,7 +164,7 @@ class Cascade:
     ) -> np.ndarray:
         """Keep what a level accepts of drafts and a token of its own; [n] bool, which ones end."""
         drafts, models = self.drafts[level], self.models
-        self._request(self.selection.below(level)[0], below, slots, requested)
+        self.counts.add_requests(self.selection.below(level)[0], requested, below.counts[slots])
         if self.options[level].verifier == "none":
             return append_unverified(models, drafts, batch, level, slots, below)
         accepted, ended = verify(models, drafts, batch, level, slots, below)
@@ -189,14 +189,6 @@ class Cascade:
             if option.stopping == "entropy" and own.any():
                 entropy = drafts.entropy[place][own]
                 thresholds.observe_rejection(level, slots[rejected][own], entropy)
-
-    def _request(
-        self, level: int, drafts: DraftStore, slots: np.ndarray, requested: np.ndarray
-    ) -> None:
-        """Count drafts that were requested of a level."""
-        wanted = requested > 0
-        self.counts.rows[level, Count.requested] += wanted.sum()
-        self.counts.rows[level, Count.empty] += (wanted & (drafts.counts[slots] == 0)).sum()
 
     def _count(
         self, column: Count, drafts: DraftStore, slots: np.ndarray, counts: np.ndarray
