@@ -6,7 +6,7 @@ Draft: tokens after a text, each with the row it was drawn from (`cascade.propos
 Source: what finds or draws the lowest level's draft; the most promising one drafts
     (`levels.sources`, `budget.source_choice`).
 Level: a drafter that verifies the one below: its keys in `levels`, a file for each kind, its passes
-    in `cascade.program` (`ProgramLevel`).
+    in `cascade.program` (`ProgramLevel`), run as a `cascade.level.Level`.
 Schedule: the fixed list of passes of a proposal, known before any token (`cascade.schedule`).
 Program: what runs a proposal: the schedule on a GPU (`cascade.program`), the recursion on a CPU
     (`host.host_program`).

@@ -9,7 +9,7 @@ from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
 from support.marks import slow
 from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
-from support.tiny_models import resized
+from support.tiny_models import resized, with_sliding_window
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -178,3 +178,20 @@ def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary):
     (fixed,) = acceptance_rates(small_vocabulary.target, level)
     (ended,) = acceptance_rates(small_vocabulary.target, {**level, "stopping": "entropy"})
     assert ended > fixed
+
+
+@pytest.mark.parametrize("cached", [False, *slow(True)])
+def test_a_level_with_windows_writes_into_no_block_that_it_has_lost(family, tmp_path, cached):
+    """It reads a prompt when it drafts, and vLLM frees blocks that windows have left behind."""
+    lengths = enumerate((460, 380, 60, 300))
+    prompts = [[(7 * i + j * j + j % 13) % 60 + 2 for j in range(n)] for i, n in lengths]
+    params = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    jobs = {str(turn): {"prompts": prompts, "params": params} for turn in range(2)}
+    small = {"max_num_batched_tokens": 64, "block_size": 32, "max_model_len": 512}
+    engine = {"model": family.target, **small, "enable_prefix_caching": cached}
+    windowed = with_sliding_window(family.mid, tmp_path / "windowed", 64)
+    plain = run_engine(engine, jobs)
+    found = run_engine({**engine, **cascade({"model": windowed}, num_speculative_tokens=3)}, jobs)
+    for turn in jobs:
+        assert found[turn]["outputs"] == plain[turn]["outputs"]
+        assert found[turn]["levels"][0]["accepted"] > 0

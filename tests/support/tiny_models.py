@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .damage import change_config, damaged_copy
 
 
 def resized(source: str, directory: Path, rows: int) -> str:
@@ -21,12 +23,7 @@ def resized(source: str, directory: Path, rows: int) -> str:
 
 
 def with_sliding_window(model: str, directory: Path, window: int) -> str:
-    """The same weights as a Mistral, which attends to the last `window` tokens only."""
-    loaded = LlamaForCausalLM.from_pretrained(model)
-    config = {**loaded.config.to_dict(), "sliding_window": window}
-    for key in ("model_type", "architectures", "transformers_version"):
-        config.pop(key, None)
-    mistral = MistralForCausalLM(MistralConfig(**config))
-    mistral.load_state_dict(loaded.state_dict())
-    mistral.save_pretrained(directory)
-    return str(directory)
+    """The same weights, all layers but the last attending to the last `window` tokens only."""
+    layers = LlamaConfig.from_pretrained(model).num_hidden_layers
+    kinds = [*["sliding_attention"] * (layers - 1), "full_attention"]
+    return damaged_copy(model, directory, change_config(sliding_window=window, layer_types=kinds))

@@ -1,4 +1,4 @@
-"""Options of a cascade's levels, which of them draft in a step, and what lookups find."""
+"""Levels as programs run them, their options, which draft in a step, and what lookups find."""
 
 from __future__ import annotations
 

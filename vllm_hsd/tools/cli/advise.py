@@ -175,6 +175,8 @@ def _options(*configs: dict[str, Any] | None) -> list[str]:
 
 
 def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
+    from vllm import envs
+
     rule = config.get("rejection_sample_method", "standard")
     return met_by(
         Combination(
@@ -186,6 +188,8 @@ def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
             adaptive_verification="enable_adaptive_verification" in config,
             # Models that bring such a drafter take several GPUs.
             tensor_parallel=2,
+            # Servers on a CPU are compiled unless told.
+            compiled_ahead=situation.device == "cpu" and envs.VLLM_USE_AOT_COMPILE,
         )
     )
 
