@@ -62,7 +62,9 @@ class EnumeratedStep:
         hosted.counts[0] = torch.tensor(kept)
         batch = SimpleNamespace(cu_num_logits_np=np.zeros(1, dtype=np.int32))
         tokens = torch.tensor(inputs, dtype=torch.int32)
-        hosted.step = SimpleNamespace(length=self.length, batch=batch, inputs=tokens)
+        several = np.ones(1, dtype=bool)
+        step = {"length": self.length, "several": several, "batch": batch, "inputs": tokens}
+        hosted.step = SimpleNamespace(**step)
         hosted.verified = 0
         nothing = torch.full((1, each), -1), *torch.zeros(2, 1, dtype=torch.int32)
         found, counts = hosted.follow(

@@ -60,6 +60,8 @@ def run(llm, work) -> tuple[dict[str, Any], Counter]:
     with (
         watched(runner) as seen,
         mock.patch.object(runner.speculator, "_next_proposal", noted),
+        # In pieces of four requests.
+        mock.patch.object(drawn_branches, "MOST_BYTES", 0),
         FAULTS[fault] if fault else contextlib.nullcontext(),
     ):
         return run_jobs(llm, jobs), seen

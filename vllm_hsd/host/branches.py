@@ -46,6 +46,7 @@ class Step(NamedTuple):
     Attributes:
         batch: vLLM's.
         length: most tokens of a row after its root.
+        several: bool [num_reqs] on the host, the requests that have them.
         rows: of the batch on the device.
         tables: by KV-cache group, int32 [rows, width].
         inputs: int32 [num_logits], input token of each row of logits.
@@ -53,6 +54,7 @@ class Step(NamedTuple):
 
     batch: Any
     length: int
+    several: np.ndarray
     rows: BranchRows
     tables: tuple[torch.Tensor, ...]
     inputs: torch.Tensor
@@ -273,7 +275,8 @@ class HostedBranches:
         self.shown = batch, shown
         if copied:
             # A draft token may be a placeholder's to vLLM, which goes by its place in the list.
-            self.step = Step(batch, length, rows, shared, batch.input_ids[batch.logits_indices])
+            inputs = batch.input_ids[batch.logits_indices]
+            self.step = Step(batch, length, several, rows, shared, inputs)
         return shared
 
     def _lay_out(
@@ -333,7 +336,8 @@ class HostedBranches:
         device = self.counts.device
         batch = SimpleNamespace(cu_num_logits_np=np.zeros(1, dtype=np.int32))
         none = torch.zeros(inputs, dtype=torch.int32, device=device)
-        self.step = Step(batch, self.longest, BranchRows(none, none, none, none), (), none)
+        rows, several = BranchRows(none, none, none, none), np.ones(1, dtype=bool)
+        self.step = Step(batch, self.longest, several, rows, (), none)
         self.offsets = {self.longest: none.new_zeros(1, self.most)}
         self.verified = 0
 

@@ -18,6 +18,9 @@ from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.drawn_rows import DrawnResult, verify_drawn_rows
 
+# Bytes of rows that are laid out at a time, which no profile of vLLM's measures.
+MOST_BYTES = 1 << 28
+
 
 class DrawnBranches(HostedBranches):
     """The drafts of a runner's requests.
@@ -46,22 +49,44 @@ class DrawnBranches(HostedBranches):
         if self.step is None:
             return super().follow(chain, *rest, **options)
         part = slice(self.verified, self.verified + len(idx_mapping))
-        together, found = self._verify_together(part, *rest, **options)
-        verified = chain._replace(
-            token_ids=torch.where(together[:, None], found.token_ids, chain.token_ids),
-            num_accepted=torch.where(together, found.num_accepted, chain.num_accepted),
-            num_emitted=torch.where(together, found.num_emitted, chain.num_emitted),
-        )
+        tokens, accepted, emitted = (each.clone() for each in chain[:3])
+        winners = torch.zeros_like(self.winner[part])
+        having = np.flatnonzero(self.step.several[part])
+        # What it takes grows with the requests of a call: vLLM puts those that draft first.
+        count, size = int(having.max(initial=-1)) + 1, self._most_together(logits)
+        begin = int(self.step.batch.cu_num_logits_np[part.start])
+        inputs = self.step.inputs[begin : begin + len(logits)]
+        for first in range(0, count, size):
+            some = slice(first, min(first + size, count))
+            ends = cu_num_logits[first : some.stop + 1]
+            own = self.counts[part][some], logits, inputs, ends, idx_mapping[some], draws
+            where, found = self._verify_together(*own, **options)
+            tokens[some] = torch.where(where[:, None], found.token_ids, tokens[some])
+            for mine, theirs in (
+                (accepted, found.num_accepted),
+                (emitted, found.num_emitted),
+                (winners, found.winner),
+            ):
+                mine[some] = torch.where(where, theirs, mine[some])
+        verified = chain._replace(token_ids=tokens, num_accepted=accepted, num_emitted=emitted)
         # Every further token is drawn from the target's row, so where it ends is not what it says.
-        emitted = super().follow(verified, *rest, **options)
+        followed = super().follow(verified, *rest, **options)
         winner = self.winner[part]
-        winner.copy_(torch.where(together & (winner == 0), found.winner, winner))
-        return emitted
+        winner.copy_(torch.where(winner == 0, winners, winner))
+        return followed
+
+    def _most_together(self, logits: torch.Tensor) -> int:
+        """Requests that one call verifies; fours, since kernels are compiled for alignments."""
+        further, _, length, _ = self.drafts.rows.shape
+        nodes = (further + 1) * length
+        each = 2 * (nodes + 1) * logits.shape[1] * logits.element_size()
+        return max(MOST_BYTES // each // 4, 1) * 4
 
     def _verify_together(
         self,
-        part: slice,
+        counts: torch.Tensor,
         logits: torch.Tensor,
+        inputs: torch.Tensor,
         cu_num_logits: torch.Tensor,
         idx_mapping: torch.Tensor,
         draws: torch.Tensor,
@@ -73,22 +98,21 @@ class DrawnBranches(HostedBranches):
         **_: Any,
     ) -> tuple[torch.Tensor, DrawnResult]:
         """(bool [n], requests whose rows are verified together; what these come to)."""
-        step, speculator, state = self.step, self.runner.speculator, self.state
+        speculator, state = self.runner.speculator, self.state
         chain_logits = state.rows[0]
-        assert step is not None and chain_logits is not None
+        assert chain_logits is not None
         slots = idx_mapping.long()
         index, own = state.row_of_slot[slots], temperature[slots]
-        held = (self.counts[part] - 1).clamp(min=0)
+        held = (counts - 1).clamp(min=0)
         together = (own > 0) & (held[:, 1:] > 0).any(1) & (index >= 0)
         index = index.clamp(min=0)
         held[:, 0] = torch.minimum(held[:, 0], state.draft_length[index.long()])
         drawn_at = (speculator.parameters.temperature * speculator.scales[-1])[slots]
-        begin = int(step.batch.cu_num_logits_np[part.start])
         found = verify_drawn_rows(
             logits,
             chain_logits,
             self.drafts.rows,
-            step.inputs[begin : begin + len(logits)],
+            inputs,
             cu_num_logits,
             held * together[:, None],
             index,
