@@ -134,7 +134,8 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         batches = _different(row["batches"] for row in own)
         load, counted = f"batch {size}", f"{batches} answers of each set x {tokens} tokens"
         if follow_each_other:
-            load, counted = f"{size} streams", f"{batches} parts, {tokens} tokens an answer in the mean"
+            load = f"{size} streams"
+            counted = f"{batches} parts, {tokens} tokens an answer in the mean"
         where = f"{dtype}, {machine}, commit {commit}"
         yield f"**{group}, {load}, temperature {float(temperature):g}** ({counted}; {where})"
         yield ""

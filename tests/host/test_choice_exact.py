@@ -85,7 +85,8 @@ def bias(
     def offer(state):
         found.offer(state, engine.text)
 
-    sources = ProgramSources(offer, found.choose, found.drawn, found.prefers_drafter)
+    of_drafter = found.prefers_drafter, found.drafter_selected
+    sources = ProgramSources(offer, found.choose, found.drawn, *of_drafter)
     kind = {"vocabulary": VOCABULARY, "sources": sources, "host": host}
     engine = exact_engine(lengths, verifier=verifier, **kind)
     chosen, kept = Chosen(engine), set()

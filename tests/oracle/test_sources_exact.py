@@ -56,6 +56,7 @@ class BranchedStep(EnumeratedStep):
                     lookup.choose,
                     lookup.drawn,
                     lookup.prefers_drafter,
+                    lookup.drafter_selected,
                 )
             }
         self.engine = exact_engine((LENGTH,), vocabulary=vocabulary, host=True, **searches)

@@ -101,7 +101,8 @@ class Cascade:
             levels[0] = partial(found, text=text)
         elif self.chooses:
             offer = partial(found.offer, text=text)
-            sources = ProgramSources(offer, found.choose, found.drawn, found.prefers_drafter)
+            of_drafter = found.prefers_drafter, found.drafter_selected
+            sources = ProgramSources(offer, found.choose, found.drawn, *of_drafter)
         groups = KVGroups(
             empty(self.groups, dtype=torch.uint64), longs(self.groups), empty(self.groups)
         )

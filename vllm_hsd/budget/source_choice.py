@@ -217,13 +217,11 @@ class SourcesLookup:
         self.selected = set(sources)
         self.counts.zero_()
 
-    def prefers_drafter(self, state: ProposalState) -> torch.Tensor | None:
+    def prefers_drafter(self, state: ProposalState) -> torch.Tensor:
         """bool [B], whose drafts are expected to be best where the drafter draws whole ones.
 
-        After `offer`; the rule of `choose`, read on the host. None where it is not `selected`.
+        After `offer`; the rule of `choose`, read on the host.
         """
-        if not self.drafter_selected:
-            return None
         slots = torch.where(state.slot >= 0, state.slot, self.slots).long()
         scale = (self.own[0][:, slots] + self.prior) / (self.own[1][:, slots] + self.prior)
         each = (self.expected[:, slots] * scale[..., None]).clamp(max=1.0)
@@ -241,7 +239,6 @@ class SourcesLookup:
         """Whether any lookup is among the sources that draft."""
         return any(i in self.selected for i in range(len(self.lookups)))
 
-    @property
     def drafter_selected(self) -> bool:
         """Whether the drafter is among the sources that draft."""
         return self.has_drafter and self.count - 1 in self.selected

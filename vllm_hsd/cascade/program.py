@@ -58,13 +58,14 @@ class ProgramSources(NamedTuple):
         offer: lets the lookups search; no text changes.
         choose: keeps what the model has drafted, or puts an offer in its place.
         drawn: float32 [slots + 1], 1 where a slot's draft is the model's, 0 where a lookup's.
-        prefers_drafter: see `sources.SourcesLookup`; called on a CPU alone.
+        prefers_drafter, drafter_selected: see `sources.SourcesLookup`; called on a CPU alone.
     """
 
     offer: ProgramLookup
     choose: ProgramLookup
     drawn: torch.Tensor
-    prefers_drafter: Callable[[ProposalState], torch.Tensor | None]
+    prefers_drafter: Callable[[ProposalState], torch.Tensor]
+    drafter_selected: Callable[[], bool]
 
 
 class Program:

@@ -133,7 +133,8 @@ class BaseSpeculator(StandaloneARSpeculator):
         if not isinstance(lookup, SourcesLookup) or not lookup.has_drafter:
             return None
         offer = partial(lookup.offer, text=self.req_states.all_token_ids.gpu)
-        return ProgramSources(offer, lookup.choose, lookup.drawn, lookup.prefers_drafter)
+        of_drafter = lookup.prefers_drafter, lookup.drafter_selected
+        return ProgramSources(offer, lookup.choose, lookup.drawn, *of_drafter)
 
     @property
     def drawn(self) -> torch.Tensor | None:

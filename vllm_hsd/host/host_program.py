@@ -183,7 +183,7 @@ class HostProgram(Program):
         """Let the levels that will draft read what they have missed, but for the last token."""
         drafts = self.drafts & (state.requested[-1].numpy() > 0)
         for k in self.selection.levels:
-            if k or not self.lazy:
+            if k or (not self.lazy and (self.sources is None or self.sources.drafter_selected())):
                 self._read(k, drafts)
 
     def _read(self, level: int, drafts: np.ndarray) -> None:
@@ -248,7 +248,7 @@ class HostProgram(Program):
             self.drafted_ahead = False
             return
         begins = self.base + state.start[0].numpy()
-        open_ = np.ones(state.batch, dtype=bool)
+        open_ = every = np.ones(state.batch, dtype=bool)
         if self.sources is not None:
             began = clock.seconds()
             self.sources.offer(state)
@@ -256,10 +256,11 @@ class HostProgram(Program):
             open_ = self._wants_model(state) & self._wants(state, 0)
             if self.lazy:
                 self._read(0, open_)
+            # Below another level a first pass reads what that one has added.
+            if self.lazy or not self.sources.drafter_selected():
+                every = open_
         step, first = 0, self.draws[0]
         self.draws[0] += int(state.requested[0].max())
-        # Next to lookups, below another level, a first pass reads what that one has added.
-        every = open_ if self.lazy else np.ones_like(open_)
         while (wants := every & (state.requested[0].numpy() > step)).any():
             began = clock.seconds()
             computed = self._pass(state, 0, wants, first + step, step=step)
@@ -278,10 +279,9 @@ class HostProgram(Program):
     def _wants_model(self, state: ProposalState) -> np.ndarray:
         """bool [B], requests for which the model next to lookups drafts; all of them in a trial."""
         sources = cast(ProgramSources, self.sources)
-        preferred = sources.prefers_drafter(state)
-        if preferred is None:
+        if not sources.drafter_selected():
             return np.zeros(state.batch, dtype=bool)
-        wants: np.ndarray = preferred.numpy()
+        wants: np.ndarray = sources.prefers_drafter(state).numpy()
         if wants.any():
             self.trials.pays(0)
         elif self.trials.due(0):

@@ -100,6 +100,9 @@ class ProgramModel:
         # The level's own configuration: builders size their buffers by its heads, and what they
         # capture by its bound, which is otherwise that of the target's batches.
         config = copy.copy(self.draft_config)
+        # Block tables are the target's: a drafter's own context may be shorter.
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.max_model_len = self.vllm_config.model_config.max_model_len
         config.compilation_config = copy.copy(config.compilation_config)
         fed = self.speculator.state.batch * self.longest_query
         bound = config.compilation_config.max_cudagraph_capture_size or 0

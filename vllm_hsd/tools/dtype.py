@@ -159,8 +159,8 @@ def _probe(shapes: Mapping[str, int]) -> Choice:
                     for tokens in STEP_TOKENS
                 ]
             except UserError as error:
-                if fast.killed:
-                    why = "the system ended the bfloat16 probe, as it does where memory is short"
+                if fast.killed or exact.killed:
+                    why = "the system ended a probe of bfloat16, as it does where memory is short"
                     return Choice(EXACT, why, lasts=False)
                 return Choice(EXACT, f"bfloat16 does not run on this CPU: {brief(error)}")
     figures = " and ".join(f"{ratio:.2f}" for ratio in ratios)

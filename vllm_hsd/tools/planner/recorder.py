@@ -11,9 +11,6 @@ from typing import Any
 from vllm_hsd.tools.engine import generate
 from vllm_hsd.tools.machine_load import CpuTimes
 
-# A head that is not selected reads the target's steps all the same.
-_READ = "read"
-
 
 class Recorder:
     """Times the calls and steps of one worker's runner by wrapping its methods.
@@ -122,8 +119,6 @@ class Recorder:
         for (level, role, batch, tokens, began, ms), then in zip(
             self.open, starts[1:], strict=True
         ):
-            if role == _READ:
-                continue
             call = {"level": level, "role": role, "batch": batch, "tokens": tokens}
             self.calls.append({**call, "ms": ms, "call_ms": then - began})
 
@@ -134,8 +129,6 @@ class Recorder:
             batch, tokens = state.batch, state.batch * op.query_length
             lowest = self.speculator.program.selection.levels[0]
             role = "verify" if index != lowest else "draft"
-            if index == 0 and not getattr(self.speculator.lookup, "drafter_selected", True):
-                role = _READ
             self.open.append((index, role, batch, tokens, began, self.clock() - began))
             return logits
 
