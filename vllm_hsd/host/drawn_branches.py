@@ -49,8 +49,7 @@ class DrawnBranches(HostedBranches):
         if self.step is None:
             return super().follow(chain, *rest, **options)
         part = slice(self.verified, self.verified + len(idx_mapping))
-        tokens, accepted, emitted = (each.clone() for each in chain[:3])
-        winners = torch.zeros_like(self.winner[part])
+        outcome = [*(each.clone() for each in chain[:3]), torch.zeros_like(self.winner[part])]
         having = np.flatnonzero(self.step.several[part])
         # What it takes grows with the requests of a call: vLLM puts those that draft first.
         count, size = int(having.max(initial=-1)) + 1, self._most_together(logits)
@@ -61,14 +60,10 @@ class DrawnBranches(HostedBranches):
             ends = cu_num_logits[first : some.stop + 1]
             own = self.counts[part][some], logits, inputs, ends, idx_mapping[some], draws
             where, found = self._verify_together(*own, **options)
-            tokens[some] = torch.where(where[:, None], found.token_ids, tokens[some])
-            for mine, theirs in (
-                (accepted, found.num_accepted),
-                (emitted, found.num_emitted),
-                (winners, found.winner),
-            ):
-                mine[some] = torch.where(where, theirs, mine[some])
-        verified = chain._replace(token_ids=tokens, num_accepted=accepted, num_emitted=emitted)
+            for kept, new in zip(outcome, found, strict=True):
+                kept[some] = torch.where(where.view(-1, *[1] * (new.ndim - 1)), new, kept[some])
+        token_ids, accepted, emitted, winners = outcome
+        verified = ChainResult(token_ids, accepted, emitted, chain.target_lse)
         # Every further token is drawn from the target's row, so where it ends is not what it says.
         followed = super().follow(verified, *rest, **options)
         winner = self.winner[part]
@@ -77,9 +72,8 @@ class DrawnBranches(HostedBranches):
 
     def _most_together(self, logits: torch.Tensor) -> int:
         """Requests that one call verifies; fours, since kernels are compiled for alignments."""
-        further, _, length, _ = self.drafts.rows.shape
-        nodes = (further + 1) * length
-        each = 2 * (nodes + 1) * logits.shape[1] * logits.element_size()
+        further, _, length, vocab_size = self.drafts.rows.shape
+        each = 2 * ((further + 1) * length + 1) * vocab_size * logits.element_size()
         return max(MOST_BYTES // each // 4, 1) * 4
 
     def _verify_together(

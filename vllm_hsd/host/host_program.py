@@ -120,7 +120,8 @@ class HostProgram(Program):
         drafted, top = state.draft_length.numpy()[self.drafts], self.selection.top
         slots = self.slots[self.drafts]
         if self.selection.levels:
-            self._count_drafts(top, slots, state.requested[-1].numpy()[self.drafts], drafted)
+            self.counts.add_requests(top, state.requested[-1].numpy()[self.drafts], drafted)
+            self._add_tokens(top, Count.drafted, slots, drafted)
         self.awaited[slots] = (drafted > 0) & (top == 0)
 
     def take_verdict(self, slots: np.ndarray, accepted: np.ndarray) -> None:
@@ -129,18 +130,11 @@ class HostProgram(Program):
         Of programs with several sources alone.
         """
         own = self.awaited[slots]
-        self._count_sources(Count.accepted, slots[own], accepted[own])
+        self._add_tokens(0, Count.accepted, slots[own], accepted[own])
         self.awaited[slots] = False
 
-    def _count_drafts(
-        self, level: int, slots: np.ndarray, requested: np.ndarray, drafted: np.ndarray
-    ) -> None:
-        self.counts.add_requests(level, requested, drafted)
-        if level == 0:
-            self._count_sources(Count.drafted, slots, drafted)
-
-    def _count_sources(self, column: Count, slots: np.ndarray, tokens: np.ndarray) -> None:
-        if self.chosen is not None:
+    def _add_tokens(self, level: int, column: Count, slots: np.ndarray, tokens: np.ndarray) -> None:
+        if self.chosen is not None and level == 0:
             self.counts.add_source_tokens(column, self.chosen[slots], tokens)
 
     def most_verified(self, op: Verify) -> int:
@@ -309,7 +303,8 @@ class HostProgram(Program):
             self._draft(state, level - 1)
             drafted, counts = clock.seconds(), state.drafted[level - 1].numpy().copy()
             before = state.drafted[level].numpy().copy()
-            self._count_drafts(feeder, self.slots[wants], requested[wants], counts[wants])
+            self.counts.add_requests(feeder, requested[wants], counts[wants])
+            self._add_tokens(feeder, Count.drafted, self.slots[wants], counts[wants])
             longest = int(counts[wants].max())
             draw = self.draws[level]
             self.draws[level] += 1 if own.verifier == "none" else longest + 1
@@ -324,8 +319,7 @@ class HostProgram(Program):
             rounds += 1
             slots = self.slots[wants]
             accepted = state.drafted[level].numpy() - before - 1
-            if feeder == 0:
-                self._count_sources(Count.accepted, slots, np.maximum(accepted[wants], 0))
+            self._add_tokens(feeder, Count.accepted, slots, np.maximum(accepted[wants], 0))
             if self.budget is not None:
                 self.budget.level_verified(
                     feeder,
