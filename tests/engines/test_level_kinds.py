@@ -180,8 +180,11 @@ def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary):
     assert ended > fixed
 
 
+@pytest.mark.parametrize("target", ["whole", "windows", *slow("some windows")])
 @pytest.mark.parametrize("cached", [False, *slow(True)])
-def test_a_level_with_windows_writes_into_no_block_that_it_has_lost(family, tmp_path, cached):
+def test_a_level_with_windows_writes_into_no_block_that_it_has_lost(
+    family, tmp_path, cached, target
+):
     """It reads a prompt when it drafts, and vLLM frees blocks that windows have left behind."""
     lengths = enumerate((460, 380, 60, 300))
     prompts = [[(7 * i + j * j + j % 13) % 60 + 2 for j in range(n)] for i, n in lengths]
@@ -189,7 +192,10 @@ def test_a_level_with_windows_writes_into_no_block_that_it_has_lost(family, tmp_
     jobs = {str(turn): {"prompts": prompts, "params": params} for turn in range(2)}
     small = {"max_num_batched_tokens": 64, "block_size": 32, "max_model_len": 512}
     engine = {"model": family.target, **small, "enable_prefix_caching": cached}
-    windowed = with_sliding_window(family.mid, tmp_path / "windowed", 64)
+    every = target != "some windows"
+    windowed = with_sliding_window(family.mid, tmp_path / "mid", 64, every)
+    if target != "whole":
+        engine["model"] = with_sliding_window(family.target, tmp_path / "target", 80, every)
     plain = run_engine(engine, jobs)
     found = run_engine({**engine, **cascade({"model": windowed}, num_speculative_tokens=3)}, jobs)
     for turn in jobs:

@@ -22,8 +22,11 @@ def resized(source: str, directory: Path, rows: int) -> str:
     return str(directory)
 
 
-def with_sliding_window(model: str, directory: Path, window: int) -> str:
-    """The same weights, all layers but the last attending to the last `window` tokens only."""
+def with_sliding_window(model: str, directory: Path, window: int, every: bool = False) -> str:
+    """The same weights, all layers (but the last one, unless `every`) attending to the last
+    `window` tokens only."""
     layers = LlamaConfig.from_pretrained(model).num_hidden_layers
-    kinds = [*["sliding_attention"] * (layers - 1), "full_attention"]
+    kinds = ["sliding_attention"] * layers
+    if not every:
+        kinds[-1] = "full_attention"
     return damaged_copy(model, directory, change_config(sliding_window=window, layer_types=kinds))

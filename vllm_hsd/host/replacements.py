@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.config import platform
@@ -52,6 +59,25 @@ def load_model(original, self, *args, **kwargs):
             replace_on(self.lora_state, _LORA_INPUTS, by=self.req_states)
         if isinstance(self.rejection_sampler, BlockRejectionSampler):
             self.rejection_sampler.warm_up(self.model_config.dtype, self.speculator.draft_logits)
+
+
+@REGISTRY.replaces(
+    f"{RUNNER}.get_kv_cache_spec",
+    ("self",),
+    why="keeps caches whole where levels read late, on a CPU: vLLM frees what windows leave behind",
+    until="vLLM tells a drafter which blocks it has freed",
+    issue=NONE_FILED,
+)
+def get_kv_cache_spec(original, self):
+    specs, levels = original(self), getattr(self.speculative_config, "level_configs", [])
+    if platform.read_on_host() and any(level is not None for level in levels):
+        whole = {"block_size": self.cache_config.block_size, "page_size_padded": None}
+        for name, spec in specs.items():
+            if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+                # Attention takes its window from the layers.
+                own = {each.name: getattr(spec, each.name) for each in fields(AttentionSpec)}
+                specs[name] = FullAttentionSpec(**{**own, **whole})
+    return specs
 
 
 @REGISTRY.replaces_on_runner(

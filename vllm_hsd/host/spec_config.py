@@ -19,7 +19,6 @@ from vllm_hsd.cascade.row_layout import PrivateBlocks
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.config.defaults import with_defaults, with_models_as_levels
 from vllm_hsd.config.level_checks import check_cascade, check_serving
-from vllm_hsd.config.platform import read_on_host
 from vllm_hsd.config.sizes import (
     by_batch_size,
     default_limit,
@@ -128,9 +127,6 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         self.rejection_sample_method = "block"
 
     def adapt(self, scheduler_config) -> None:
-        if read_on_host() and any(level is not None for level in self.level_configs):
-            # Levels read late: blocks that a window has left behind must still be the request's.
-            scheduler_config.disable_hybrid_kv_cache_manager = True
         largest = scheduler_config.max_num_seqs
         limit = self.max_batch_size(scheduler_config)
         learns = learns_one_length(self.hsd)
