@@ -63,6 +63,8 @@ class BlockRejectionSampler(RejectionSampler):
         self.processed = np.zeros_like(sampler.needs_logits_processing)
         # Slots of the rows and of the requests of the last verification.
         self.verified: tuple[torch.Tensor, np.ndarray]
+        # Most tokens that a request lists for log-probabilities.
+        self.most_listed = 0
         # Requests whose list of draft tokens vLLM reads as one chain.
         self.chained = np.zeros_like(self.processed)
         replace_on(sampler.sampling_states, f"{_STATES}.add_request", by=self)
@@ -76,6 +78,9 @@ class BlockRejectionSampler(RejectionSampler):
         row instead, which is not lossless for a sampled draft.
         """
         self.parameters.copy_changed()
+        # Of the whole batch, which vLLM may verify in parts.
+        listed = self.sampler.logprob_token_ids_state
+        self.most_listed = listed.max_num_token_ids(input_batch.idx_mapping_np)
         if invalid_drafts is not None:
             invalid_drafts = invalid_drafts & invalid_drafts.roll(1)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
@@ -159,9 +164,7 @@ class BlockRejectionSampler(RejectionSampler):
     ):
         """As vLLM's, which under speculation passes over `logprob_token_ids`."""
         index, requests = self.verified
-        listed = self.sampler.logprob_token_ids_state
-        longest = listed.max_num_token_ids(requests)
-        if not longest:
+        if not self.most_listed:
             return super()._get_logprobs_tensors(
                 sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
             )
@@ -177,9 +180,9 @@ class BlockRejectionSampler(RejectionSampler):
             max(max_num_logprobs, 0),
             flat,
             starts if len(logits) != len(requests) else None,
-            logprob_token_ids_state=listed,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
             expanded_idx_mapping=index,
-            max_per_req_token_ids=longest,
+            max_per_req_token_ids=self.most_listed,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
