@@ -145,6 +145,14 @@ def test_drafts_are_filtered_as_their_request():
     assert (drawn[3] >= draft[contexts[3]].topk(2).values[:, -1:]).all()
 
 
+def test_a_request_that_keeps_one_token_is_greedy():
+    """Of equal logits vLLM's filter keeps the first one, and ours all."""
+    served = runner([{"top_k": 1}, {"top_k": 1, "seed": 3, "temperature": 2.0}, {"top_k": 2}], 1)
+    temperature = served.runner.rejection_sampler.parameters.temperature[served.slots]
+    assert (temperature == 0).tolist() == [True, True, False]
+    assert (served.drafter.draft_logits[served.slots[:2]] == 0).all()
+
+
 def test_the_verifier_is_given_the_logsumexps_of_kept_rows(monkeypatch):
     """So a verification takes 3 launches and does not read a proposal row to normalize it."""
     given, verify, run = [], sampler.verify_chain_padded, JITFunction.run

@@ -51,7 +51,8 @@ class RequestParameters:
         """Take over what vLLM knows of a slot's new request."""
         states = self.states
         self.entered[slot] = True
-        temperature = states.temperature.np[slot]
+        # Of tokens that tie for the only one, vLLM's filter keeps the first.
+        temperature = states.temperature.np[slot] if states.top_k.np[slot] != 1 else 0.0
         self.coupled[slot] = temperature != 0 and (self.couples_all or states.seeds_set[slot])
         self.filtered[slot] = temperature != 0 and (
             states.min_p.np[slot] != 0
