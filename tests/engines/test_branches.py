@@ -18,6 +18,8 @@ from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
 
 from vllm_hsd.budget.goodput import FORBIDDEN
 from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.errors import UserError
+from vllm_hsd.host.branch_caches import BranchCaches
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.tools import system
 from vllm_hsd.tools.audit.tiny_models import EOS
@@ -270,6 +272,26 @@ def test_caches_of_eight_bits(family, dtype):
     jobs = {"text": {"prompts": OTHERS, "params": SHORT}}
     _, seen = compared({"model": family.target, "kv_cache_dtype": dtype}, jobs)
     assert seen["won"] > 30
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_caches_with_blocks_of_several_sizes_have_no_branches(least):
+    speculative = SimpleNamespace(rows=lambda *_: 4, hsd_least_rows=least)
+    cache = SimpleNamespace(block_size=SIZE, num_gpu_blocks=9)
+    tables = SimpleNamespace(block_sizes=[SIZE, 2 * SIZE], block_tables=[])
+    hosted = HostBranches.__new__(HostBranches)
+    hosted.runner = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=cache, speculative_config=speculative),
+        **{"block_tables": tables, "max_num_reqs": 8, "device": torch.device("cpu")},
+    )
+    hosted.most, hosted.lengths, hosted.caches = 4, {}, BranchCaches(hosted.runner)
+    given = SimpleNamespace(kv_cache_groups=[None] * 2, num_blocks=9)
+    if least > 1:
+        with pytest.raises(UserError, match="KV-cache layout that vLLM chose: remove branches"):
+            hosted.set_attn(given)
+    else:
+        hosted.set_attn(given)
+        assert hosted.room == 1
 
 
 def test_stop_strings_bad_words_filters_and_several_sequences(text_family):

@@ -252,23 +252,27 @@ def test_no_proposal_feeds_more_than_torch_compile_covers():
 
 
 def test_attention_captures_as_many_tokens_as_proposals_feed(monkeypatch):
-    """vLLM's bound is that of the target's batches, and stays."""
+    """vLLM's bound is that of the target's batches, and stays. Contexts are as long as its."""
     given = []
     monkeypatch.setattr(
         program_models, "init_attn_backend", lambda *args, **_: (given.append(args), 0, 0)
     )
     compilation = SimpleNamespace(max_cudagraph_capture_size=512, static_forward_context={})
     speculator = SimpleNamespace(
-        vllm_config=SimpleNamespace(compilation_config=compilation),
+        vllm_config=SimpleNamespace(
+            compilation_config=compilation, model_config=SimpleNamespace(max_model_len=64)
+        ),
         vocab_size=7,
         device=None,
         state=SimpleNamespace(batch=64),
         schedule=SimpleNamespace(longest_query=10),
     )
     made = program_models.ProgramModel(speculator, 0)
-    made.layer_names = set()
+    made.layer_names, shorter = set(), SimpleNamespace(max_model_len=32)
+    made.draft_config = SimpleNamespace(compilation_config=compilation, model_config=shorter)
     made.init_attention(None)
     used = given[0][1].compilation_config
+    assert given[0][1].model_config.max_model_len == 64 and shorter.max_model_len == 32
     assert used.max_cudagraph_capture_size == 640 and compilation.max_cudagraph_capture_size == 512
     assert used.static_forward_context is compilation.static_forward_context
 

@@ -15,6 +15,10 @@ from vllm_hsd.kernels.copy_blocks import (
     copy_to_branches,
 )
 
+OTHER_LAYOUT = (
+    "levels[0].branches does not run with the KV-cache layout that vLLM chose: remove branches."
+)
+
 
 class BranchCaches:
     """Copies between the blocks of a request's text and those of its branches.
@@ -70,10 +74,7 @@ class BranchCaches:
             each = list({kv.data_ptr(): kv for kv in each}.values())
             known = size == runner.cache_config.block_size
             if not known or any(number not in kv.shape for kv in each):
-                raise UserError(
-                    "levels[0].branches does not run with the KV-cache layout that vLLM chose: "
-                    "remove branches."
-                )
+                raise UserError(OTHER_LAYOUT)
             moved = (kv.movedim(kv.shape.index(number), 0) for kv in each)
             self.groups.append(CacheBlocks.of(moved))
         return self.groups

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_hsd.cascade.proposal_state import COUNTS, ProposalState
 from vllm_hsd.config.sizes import ladder_of
 from vllm_hsd.errors import UserError
-from vllm_hsd.host.branch_caches import BranchCaches
+from vllm_hsd.host.branch_caches import OTHER_LAYOUT, BranchCaches
 from vllm_hsd.host.graphs import limit_batches
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.host.registry import NONE_FILED
@@ -145,15 +145,20 @@ class HostedBranches:
         """Make room for the rows' block tables; caches are looked up when a step needs them.
 
         Raises:
-            UserError: the cache has no room for branches.
+            UserError: the cache has no room for branches, or blocks of several sizes.
         """
         config, groups = self.runner.vllm_config, kv_cache_config.kv_cache_groups
         if config.cache_config.num_gpu_blocks is not None:  # not while vLLM profiles memory
             blocks = kv_cache_config.num_blocks
             self.room = config.speculative_config.rows(config, blocks, len(groups))
+            if {*self.runner.block_tables.block_sizes} != {config.cache_config.block_size}:
+                if config.speculative_config.hsd_least_rows > 1:
+                    raise UserError(OTHER_LAYOUT)
+                self.room = 1
             if self.room < self.most:
                 logger.info(
-                    "A request has %d drafts of %d: the KV cache or max_model_len has no room.",
+                    "A request has %d drafts of %d: the KV cache or max_model_len has no room, or "
+                    "the cache has blocks of other sizes.",
                     self.room,
                     self.most,
                 )
