@@ -284,7 +284,7 @@ def test_caches_with_blocks_of_several_sizes_have_no_branches(least):
         vllm_config=SimpleNamespace(cache_config=cache, speculative_config=speculative),
         **{"block_tables": tables, "max_num_reqs": 8, "device": torch.device("cpu")},
     )
-    hosted.most, hosted.lengths, hosted.caches = 4, {}, BranchCaches(hosted.runner)
+    hosted.most, hosted.longest, hosted.caches = 4, LENGTH, BranchCaches(hosted.runner)
     given = SimpleNamespace(kv_cache_groups=[None] * 2, num_blocks=9)
     if least > 1:
         with pytest.raises(UserError, match="KV-cache layout that vLLM chose: remove branches"):

@@ -70,6 +70,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             ".*5 tokens.*64, and there are not two tokenizers.*vocab_size 64",
         ),
         ({"model": of_kind("mamba", family.small)}, ".*recurrent"),
+        ({"model": eagle3}, " '.*' is a drafter of method 'eagle3' to vLLM: give it as such"),
         ({"mtp": {}}, ": '.*' has nothing that vLLM runs as method 'mtp'"),
         ({"early_exit": 9}, " is 9.*2 layers: lower it"),
         ({"bigram": store}, ": '.*' was built for 5 tokens .* 64: build it with"),

@@ -74,7 +74,7 @@ def draft_config(
     try:
         parsed = DraftConfig(
             method=method,
-            model=path,
+            model=model,
             num_speculative_tokens=draft_length,
             target_model_config=target.model_config,
             target_parallel_config=target.parallel_config,
@@ -96,6 +96,14 @@ def draft_config(
             f"{key} {quoted(path)} cannot be loaded as a drafter: {_reason(error)}."
         ) from error
     named, model_config = f"{key} {quoted(path)}", parsed.draft_model_config
+    is_head = any("Eagle3" in name for name in model_config.architectures)
+    known_as = "eagle3" if is_head else parsed.method
+    if known_as != method:
+        # vLLM also goes by words in the path.
+        raise UserError(
+            f"{named} is a drafter of method '{known_as}' to vLLM: give it as such a level, or a "
+            "plain model a path without that word."
+        )
     if model_config.is_hybrid or model_config.is_attention_free:
         raise UserError(
             f"{named} keeps recurrent state and cannot take back rejected "
@@ -162,7 +170,7 @@ def _tokens(path: str, config: ModelConfig) -> dict[str, int] | None:
     """Id of every token of a tokenizer; None without its files."""
     try:
         return get_tokenizer(path, trust_remote_code=config.trust_remote_code).get_vocab()
-    except (OSError, ValueError):
+    except Exception:  # whatever the files of a tokenizer make a library raise
         return None
 
 

@@ -84,11 +84,13 @@ def _check_layers(
 
 def share_with_target(head: Any, target: Any) -> None:
     """Give a head the target's embedding and output head where its checkpoint has none."""
+    # Of an image-text model, what reads text.
+    text_model = target.get_language_model() if hasattr(target, "get_language_model") else target
     if not head.has_own_embed_tokens:
-        embedding = target.model.embed_tokens
+        embedding = text_model.model.embed_tokens
         if isinstance(embedding, BaseLayerWithLoRA):
             # It looks up the adapters of the target's rows, which are not the head's.
             embedding = embedding.base_layer
         head.model.embed_tokens = embedding
     if not head.has_own_lm_head:
-        head.lm_head = target.lm_head
+        head.lm_head = text_model.lm_head
