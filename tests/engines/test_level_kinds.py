@@ -185,7 +185,7 @@ def test_entropy_based_stopping_wastes_fewer_tokens(small_vocabulary):
 def test_a_level_with_windows_writes_into_no_block_that_it_has_lost(
     family, tmp_path, cached, target
 ):
-    """It reads a prompt when it drafts, and vLLM frees blocks that windows have left behind."""
+    """It reads a prompt when it drafts, and vLLM frees blocks before a window."""
     lengths = enumerate((460, 380, 60, 300))
     prompts = [[(7 * i + j * j + j % 13) % 60 + 2 for j in range(n)] for i, n in lengths]
     params = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}

@@ -177,8 +177,12 @@ class HostProgram(Program):
         """Let the levels that will draft read what they have missed, but for the last token."""
         drafts = self.drafts & (state.requested[-1].numpy() > 0)
         for k in self.selection.levels:
-            if k or (not self.lazy and (self.sources is None or self.sources.drafter_selected())):
+            if k or self._reads_all():
                 self._read(k, drafts)
+
+    def _reads_all(self) -> bool:
+        """Whether level 0 reads every text of a proposal, not only those that it drafts for."""
+        return not self.lazy and (self.sources is None or self.sources.drafter_selected())
 
     def _read(self, level: int, drafts: np.ndarray) -> None:
         ends, computed = self._text_ends(), self.caches.computed[level]
@@ -242,7 +246,7 @@ class HostProgram(Program):
             self.drafted_ahead = False
             return
         begins = self.base + state.start[0].numpy()
-        open_ = every = np.ones(state.batch, dtype=bool)
+        open_ = np.ones(state.batch, dtype=bool)
         if self.sources is not None:
             began = clock.seconds()
             self.sources.offer(state)
@@ -250,11 +254,10 @@ class HostProgram(Program):
             open_ = self._wants_model(state) & self._wants(state, 0)
             if self.lazy:
                 self._read(0, open_)
-            # Below another level a first pass reads what that one has added.
-            if self.lazy or not self.sources.drafter_selected():
-                every = open_
         step, first = 0, self.draws[0]
         self.draws[0] += int(state.requested[0].max())
+        # Next to lookups, below another level, a first pass reads what that one has added.
+        every = np.ones_like(open_) if self._reads_all() else open_
         while (wants := every & (state.requested[0].numpy() > step)).any():
             began = clock.seconds()
             computed = self._pass(state, 0, wants, first + step, step=step)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
+    replace_as,
 )
 
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
@@ -64,19 +63,20 @@ def load_model(original, self, *args, **kwargs):
 @REGISTRY.replaces(
     f"{RUNNER}.get_kv_cache_spec",
     ("self",),
-    why="keeps caches whole where levels read late, on a CPU: vLLM frees what windows leave behind",
+    why="keeps caches whole where levels read late, on a CPU: vLLM frees blocks before a window",
     until="vLLM tells a drafter which blocks it has freed",
     issue=NONE_FILED,
 )
 def get_kv_cache_spec(original, self):
     specs, levels = original(self), getattr(self.speculative_config, "level_configs", [])
     if platform.read_on_host() and any(level is not None for level in levels):
-        whole = {"block_size": self.cache_config.block_size, "page_size_padded": None}
+        # Attention takes its window from the layers.
+        whole = {"sliding_window": None, "attention_chunk_size": None, "page_size_padded": None}
+        whole["block_size"] = self.cache_config.block_size
         for name, spec in specs.items():
             if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
-                # Attention takes its window from the layers.
-                own = {each.name: getattr(spec, each.name) for each in fields(AttentionSpec)}
-                specs[name] = FullAttentionSpec(**{**own, **whole})
+                drop = ("extra_retained_tokens",)
+                specs[name] = replace_as(spec, FullAttentionSpec, drop=drop, **whole)
     return specs
 
 

@@ -213,8 +213,9 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
                 vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
             ),
         }
-        for reason in [reason for reason, holds in refused.items() if holds]:
-            yield f"levels[0].branches does not run with {reason}."
+        for reason, holds in refused.items():
+            if holds:
+                yield f"levels[0].branches does not run with {reason}."
         requests = vllm_config.scheduler_config.max_num_seqs
         if self.hsd.branches > requests:
             yield (
