@@ -2,6 +2,7 @@
 
 import gc
 import re
+import shutil
 import weakref
 
 import numpy as np
@@ -9,12 +10,12 @@ import pytest
 import torch
 from support.architectures import write_models
 from support.damage import change_file, damaged_copy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from vllm_hsd.cascade.exit_head import ExitHead, read_exit_head, write_exit_head
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.audit.tiny_models import byte_tokenizer
+from vllm_hsd.tools.audit.tiny_models import CONFIG, byte_tokenizer
 from vllm_hsd.tools.exit_head_training import plain_exit_head
 from vllm_hsd.tools.planner.models import ModelSet, probabilities, truncated
 from vllm_hsd.tools.planner.profile import Sampling
@@ -161,6 +162,19 @@ def test_exits_keep_soft_caps_and_scaling(name, tmp_path):
     exits = truncated(model, 2)(input_ids=tokens).logits[:, 5:]
     cap = model.config.final_logit_softcapping if name == "Gemma2" else 1e6
     assert torch.allclose(torch.tanh(together[1] / cap) * cap, exits, atol=1e-2)
+
+
+def test_a_target_that_reads_pictures(tmp_path):
+    text = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 2}
+    picture = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Gemma3Config(text_config=text, vision_config=picture)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    byte_tokenizer("abcdefgh").save_pretrained(tmp_path / "target")
+    shutil.copytree(tmp_path / "target", tmp_path / "drafter")
+    found = ModelSet(tmp_path / "target", make_candidates(models=[str(tmp_path / "drafter")]))
+    assert (found.vocabulary, found.longest, found.layers(1)) == (64, 512, 2)
+    drafted, verified = found.logits(torch.arange(3, 11)[None], 5, range(2)).values()
+    assert torch.equal(drafted, verified)
 
 
 def test_tables_heads_and_lookups_are_scored_without_further_passes(text_family, level_files):

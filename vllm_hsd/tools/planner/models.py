@@ -41,6 +41,11 @@ def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
     return probs
 
 
+def text_config(model: Any) -> Any:
+    """Of a model that reads pictures too, the part that says what its text is."""
+    return model.config.get_text_config()
+
+
 def truncated(model: Any, layers: int, head: ExitHead | None = None) -> Any:
     """The model that stops after `layers` layers: shares its weights, has its own module tree.
 
@@ -98,7 +103,7 @@ class ModelSet:
         except (OSError, ValueError) as error:
             text = f"the tokenizer of '{target}' cannot be loaded ({brief(error)})."
             raise UserError(text) from None
-        self.vocabulary: int = self.target.config.vocab_size
+        self.vocabulary: int = text_config(self.target).vocab_size
         self.words = self.tokenizer.get_vocab()
         self.models: list[Any] = []
         for candidate in candidates:
@@ -129,7 +134,7 @@ class ModelSet:
             )
         model = _load(path, self.device)
         if tokens is None:
-            self._check_vocabulary(f"candidate '{path}'", model.config.vocab_size)
+            self._check_vocabulary(f"candidate '{path}'", text_config(model).vocab_size)
         return model
 
     def _check_vocabulary(self, name: str, size: int) -> None:
@@ -195,8 +200,8 @@ class ModelSet:
     @property
     def longest(self) -> int:
         """Tokens that every model can attend to."""
-        with_context = (nn.Module, HeadDrafter)
-        configs: list[Any] = [m.config for m in self.models if isinstance(m, with_context)]
+        configs = [text_config(model) for model in self.models if isinstance(model, nn.Module)]
+        configs += [self.models[head].config for head in self.heads]
         return min(config.max_position_embeddings for config in configs)
 
     @property
@@ -214,7 +219,7 @@ class ModelSet:
         found = self.models[model]
         if model < len(self.candidates) and not self.candidates[model].level.runs_target:
             return None
-        return found.config.num_hidden_layers
+        return text_config(found).num_hidden_layers
 
     def drafters_for(self, model: int) -> list[int]:
         """Candidates that may draft for a candidate: cheaper exits, and any other model."""
@@ -264,7 +269,7 @@ class ModelSet:
 
     def _forward(self, model: Any, tokens: Tensor, **keys: Any) -> Any:
         """A forward pass with logits over the target's vocabulary."""
-        result = model(input_ids=readable(tokens, model.config.vocab_size), **keys)
+        result = model(input_ids=readable(tokens, text_config(model).vocab_size), **keys)
         result.logits = fit_logits(result.logits, self.vocabulary)
         return result
 

@@ -17,7 +17,8 @@ def keeps_keys(model: Any) -> bool:
     """Whether a model keeps keys and values alone, which can be cut anywhere."""
     if not isinstance(model, nn.Module):
         return False
-    return set(getattr(model.config, "layer_types", None) or ATTENTION) <= ATTENTION
+    text: Any = model.config
+    return set(getattr(text.get_text_config(), "layer_types", None) or ATTENTION) <= ATTENTION
 
 
 class SharedTexts:
