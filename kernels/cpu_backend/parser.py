@@ -200,11 +200,6 @@ class _Parser:
         op.operands = self.values(values)
         return parse_types(types)
 
-    def op_tt_print(self, op: Op, rest: str) -> list[Type]:
-        op.attrs["prefix"] = matched(r'.*?"(.*?)"', rest).group(1)
-        op.operands = self.values(re.sub(r'"[^"]*"', "", rest))
-        return []
-
     def op_tt_assert(self, op: Op, rest: str) -> list[Type]:
         op.attrs["message"] = matched(r'.*?"(.*?)"', rest).group(1)
         op.operands = self.values(rest.split(",")[0])

@@ -1,7 +1,6 @@
 /* What generated code calls; see scalars.py and elements.py for the names. */
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,10 +1,10 @@
-"""Operations on whole tensors, and what a program tells the host: prints, assertions."""
+"""Operations on whole tensors, and assertions."""
 
 from __future__ import annotations
 
 import math
 
-from .elements import BITS, held
+from .elements import held
 from .generator import Generator, handles
 from .index import Indices
 from .ir import Op, matched
@@ -60,25 +60,6 @@ def histogram(g: Generator, op: Op) -> None:
         loop.body.append(f"{guard}{counts}[{g.element(loop, source, idx)}]++;")
 
     g.run_loop(source.type.shape, write, splits=False, pragma="GCC unroll 1")
-
-
-@handles("tt.print")
-def print_values(g: Generator, op: Op) -> None:
-    prefix = op.attrs["prefix"].replace("%", "%%")
-    where = "pid[0], pid[1], pid[2]"
-    if not op.operands:
-        g.emit(f'printf("(%d, %d, %d) {prefix}\\n", {where});')
-    for value in op.operands:
-        integer = value.type.elem in BITS
-        form, cast = ("%lld", "(long long)") if integer else ("%g", "(double)")
-        if value.type.elem == "ptr":
-            form, cast = "%p", "(void *)"
-
-        def write(loop: Loop, idx: Indices, value=value, form=form, cast=cast) -> None:
-            e = g.element(loop, value, idx)
-            loop.body.append(f'printf("(%d, %d, %d) {prefix}{form}\\n", {where}, {cast}{e});')
-
-        g.run_loop(value.type.shape, write, splits=False, pragma="GCC unroll 1")
 
 
 @handles("tt.assert")

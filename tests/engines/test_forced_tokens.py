@@ -51,7 +51,7 @@ SLOW = ("adaptive", "next to a model")
 
 def counted(llm, jobs: dict) -> dict:
     """Results of jobs, with their forced tokens, drafted and accepted."""
-    from vllm_hsd.host.metrics import source_counts, sources_since
+    from vllm_hsd.tools.level_metrics import source_counts, sources_since
 
     results = {}
     for name, job in jobs.items():

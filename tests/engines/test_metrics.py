@@ -9,6 +9,7 @@ from support.level_files import cascade
 
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.host import metrics
+from vllm_hsd.tools import level_metrics
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(6)]
 JOBS = {
@@ -26,8 +27,9 @@ def results(family):
 
 
 def test_an_engine_with_more_levels_after_another_in_a_process(monkeypatch):
-    monkeypatch.setattr(metrics, "level_counts", lambda: [{"drafted": 5.0}, {"drafted": 3.0}])
-    assert metrics.counted_since([{"drafted": 4.0}]) == [{"drafted": 1.0}, {"drafted": 3.0}]
+    now = [{"drafted": 5.0}, {"drafted": 3.0}]
+    monkeypatch.setattr(level_metrics, "level_counts", lambda: now)
+    assert level_metrics.counted_since([{"drafted": 4.0}]) == [{"drafted": 1.0}, {"drafted": 3.0}]
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -214,7 +214,7 @@ def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priori
 
     "prompt_logprobs" has a list per prompt, None where the request did not ask.
     """
-    from vllm_hsd.host.metrics import counted_since, level_counts
+    from vllm_hsd.tools.level_metrics import counted_since, level_counts
 
     levels, counters = level_counts(), _counters(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)

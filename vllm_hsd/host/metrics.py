@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -92,24 +91,12 @@ def _described(row: list[int]) -> str:
 
 
 @functools.cache
-def _counters(kind: str) -> list[prometheus_client.Counter]:
+def counters(kind: str) -> list[prometheus_client.Counter]:
     """Prometheus counters of levels or of sources, in the order of the columns."""
     texts = COUNTERS if kind == "level" else SOURCE_COUNTERS
     labels = ["engine", "level"] if kind == "level" else ["engine", "level", "source"]
     new = prometheus_client.Counter
     return [new(f"vllm_hsd:{kind}_{name}", text, labels) for name, text in texts.items()]
-
-
-def _totals(kind: str) -> dict[str, dict[str, float]]:
-    """Counters of levels or of sources by its label and their names, summed over engines."""
-    found: dict[str, dict[str, float]] = {}
-    names = COUNTERS if kind == "level" else SOURCE_COUNTERS
-    for name, counter in zip(names, _counters(kind), strict=True):
-        for sample in next(iter(counter.collect())).samples:
-            if sample.name.endswith("_total"):
-                own = found.setdefault(sample.labels[kind], dict.fromkeys(names, 0.0))
-                own[name] += sample.value
-    return found
 
 
 def count(counts: LevelCounts, engine: int) -> None:
@@ -118,50 +105,15 @@ def count(counts: LevelCounts, engine: int) -> None:
     units[[Count.forward_ns, Count.ns]] = 1e9
     rows = (counts.rows / units).tolist()
     for i, row in enumerate(rows[: counts.num_levels]):
-        for column, counter in enumerate(_counters("level")):
+        for column, counter in enumerate(counters("level")):
             # The first columns are there from the first step, others once they count something.
             if row[column] or column <= Count.forwards:
                 counter.labels(str(engine), str(i)).inc(row[column])
     for name, row in zip(counts.sources, rows[counts.num_levels :], strict=True):
-        for key, counter in zip(SOURCE_COUNTERS, _counters("source"), strict=True):
+        for key, counter in zip(SOURCE_COUNTERS, counters("source"), strict=True):
             # Not every server has a grammar.
             if name != FORCED or row[Count[key]]:
                 counter.labels(str(engine), "0", name).inc(row[Count[key]])
-
-
-def level_counts() -> list[dict[str, float]]:
-    """Counters of this process, one mapping per level, summed over engines.
-
-    Empty before the first step, and when vLLM runs with statistics switched off.
-    """
-    found = _totals("level")
-    return [found[level] for level in sorted(found, key=int)]
-
-
-def source_counts() -> dict[str, dict[str, float]]:
-    """Counters of this process by source of the lowest level, forced tokens too, where it has some.
-
-    As those of `level_counts`, with the keys of SOURCE_COUNTERS.
-    """
-    return _totals("source")
-
-
-def counted_since(before: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """What `level_counts` has gained since it was `before`, which may have had fewer levels."""
-    now = level_counts()
-    earlier = [*before, *(dict.fromkeys(level, 0.0) for level in now[len(before) :])]
-    return [
-        {name: value - old[name] for name, value in level.items()}
-        for level, old in zip(now, earlier, strict=True)
-    ]
-
-
-def sources_since(before: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """What `source_counts` has gained since it was `before`, which may have had fewer sources."""
-    return {
-        source: {name: value - before.get(source, {}).get(name, 0.0) for name, value in own.items()}
-        for source, own in source_counts().items()
-    }
 
 
 @dataclass

@@ -221,7 +221,7 @@ def generate(
     """`EngineProcess.generate` there; with `stream`, new text is sent to the parent at once."""
     from vllm.sampling_params import RequestOutputKind
 
-    from vllm_hsd.host.metrics import (
+    from vllm_hsd.tools.level_metrics import (
         counted_since,
         level_counts,
         source_counts,
