@@ -8,8 +8,8 @@ from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov
 
 from vllm_hsd.cascade import prediction_lookup
-from vllm_hsd.cascade.level import Texts
 from vllm_hsd.cascade.prediction_lookup import LONGEST, PredictionLookup
+from vllm_hsd.tools.reference.batch import Texts
 
 WIDTH = 70
 

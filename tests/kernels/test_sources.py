@@ -14,7 +14,7 @@ from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.budget.trials import FIRST_PAUSE, Trials
 from vllm_hsd.cascade.bigram import successors
-from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
+from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_store import collect_texts
@@ -23,6 +23,7 @@ from vllm_hsd.tools.planner.bigram_levels import BigramLevel
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
 from vllm_hsd.tools.planner.suffix_level import SuffixLevel
+from vllm_hsd.tools.reference.batch import LookupLevel, Texts
 
 LENGTH, VOCABULARY = 6, 12
 

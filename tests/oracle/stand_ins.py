@@ -11,9 +11,10 @@ from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 from oracle.sequential import argmax
 
-from vllm_hsd.cascade.level import UNLIMITED, LookupLevel, LookupResult
+from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import BlockedCDF
+from vllm_hsd.tools.reference.batch import UNLIMITED, LookupLevel
 
 # Rounding errors of float64 must not become branches of their own.
 NOTHING = 1e-12

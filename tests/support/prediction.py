@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hsd.cascade.level import LookupResult, Texts
+from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.prediction_lookup import DOUBT, LONGEST
+from vllm_hsd.tools.reference.batch import Texts
 
 
 @dataclass

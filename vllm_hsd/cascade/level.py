@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-UNLIMITED = sys.maxsize
 # Acceptance of the first looked-up token and of each later one, before anything is seen of a text.
 _NGRAM_FIRST, _NGRAM_LATER = 0.25, 0.8
-
-
-class Texts(NamedTuple):
-    """Texts of a batch of requests: `tokens[rows[i], : ends[i]]` of the one in slots[i].
-
-    Attributes:
-        tokens: [table rows, max length] int32.
-        rows, slots, ends: [batch] int64.
-    """
-
-    tokens: np.ndarray
-    rows: np.ndarray
-    slots: np.ndarray
-    ends: np.ndarray
 
 
 @dataclass
@@ -67,28 +51,6 @@ def of_each_token(confidence: np.ndarray) -> np.ndarray:
     before = confidence[..., :-1]
     np.divide(confidence[..., 1:], before, out=found[..., 1:], where=before > 0)
     return found
-
-
-@runtime_checkable
-class LookupLevel(Protocol):
-    """A source of the lowest level that finds its drafts in texts: proposals are point masses.
-
-    One that keeps nothing of a request inherits `read` and `forget`, which do nothing.
-    """
-
-    def read(self, texts: Texts) -> None:
-        """Take in committed texts."""
-        return
-
-    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
-        """Continue each text by at most requested[i] tokens.
-
-        Its end may be unverified; `read` has seen the committed part.
-        """
-
-    def forget(self, slot: int) -> None:
-        """The slot's request has ended, or gives its slot up."""
-        return
 
 
 def ngram_confidence(width: int) -> np.ndarray:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_hsd.cascade.level import LookupLevel, LookupResult
+from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup, propose, replay
 from vllm_hsd.tools.planner.survival import lookup_table
+from vllm_hsd.tools.reference.batch import LookupLevel
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_hsd.budget.acceptance import AcceptanceEstimates
-from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
+from vllm_hsd.cascade.level import LookupResult
+from vllm_hsd.tools.reference.batch import LookupLevel, Texts
 
 # Most tokens of a draft.
 _LONGEST = 128

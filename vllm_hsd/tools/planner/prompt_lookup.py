@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts, ngram_confidence
+from vllm_hsd.cascade.level import LookupResult, ngram_confidence
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
+from vllm_hsd.tools.reference.batch import LookupLevel, Texts
 
 Ints = NDArray[np.int64]
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hsd.cascade.level import LookupLevel, LookupResult, Texts
+from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES, OrderedTexts
+from vllm_hsd.tools.reference.batch import LookupLevel, Texts
 
 
 class Continuation(NamedTuple):

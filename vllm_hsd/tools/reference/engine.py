@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from vllm_hsd.cascade.counters import Count, LevelCounts
-from vllm_hsd.cascade.level import LevelOptions, LookupLevel
+from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.rules import verify_tree
 from vllm_hsd.rules.chain import verify_batch, verify_greedy
 from vllm_hsd.rules.residual import is_normalized
-from vllm_hsd.tools.reference.batch import Level
+from vllm_hsd.tools.reference.batch import Level, LookupLevel
 from vllm_hsd.tools.reference.cascade import Cascade
 from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.request import ONLY, Request
