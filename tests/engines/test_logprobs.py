@@ -27,6 +27,7 @@ LISTED = [
     {},
     {"logprobs": 2, "logprob_token_ids": [3, 0], "temperature": 0.7},
 ]
+ALONE = {"top_k": 1, "logprobs": 2}
 MODES = ["raw_logprobs", "processed_logits", *slow("processed_logprobs", "raw_logits")]
 # In which vLLM verifies a batch in parts, as large ones.
 IN_PARTS = "processed_logits", "raw_logits"
@@ -59,6 +60,8 @@ def results(small_vocabulary, mode) -> dict:
     jobs = {
         "likely": {"prompts": PROMPTS, "params": likely},
         "listed": {"prompts": PROMPTS[: len(LISTED)], "params": listed},
+        # No other request has vLLM process the batch.
+        "alone": {"prompts": PROMPTS[:1], "params": {**shared, **ALONE}},
     }
     patch = "support.sampling_cases:verify_in_parts" if mode in IN_PARTS else None
     found = run_engine(engine, jobs, patch=patch)
@@ -94,6 +97,11 @@ def test_values_and_ranks(network, mode, results):
             assert sampled in found and 2 <= len(found) <= 3
             for token, (_, rank) in found.items():
                 assert rank == 1 + (expected > expected[token] + 1e-9).sum()
+
+
+def test_values_of_a_request_alone(network, mode, results):
+    ((output,),) = results["alone"]
+    assert all(found for *_, found in checked_rows(network, mode, PROMPTS[0], output, ALONE))
 
 
 def test_listed_tokens(network, mode, results):

@@ -7,7 +7,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.config.sizes import MAX_BATCH_SIZE
-from vllm_hsd.host.adaptive import LearnedLengths, make_scheduler
+from vllm_hsd.host.adaptive import LearnedLengths, learn_lengths
 from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
 
 LIMIT = 2
@@ -90,7 +90,7 @@ def test_vllm_captures_the_target_for_all_lengths(as_on_gpus, slots, limit, toke
         vllm_config=SimpleNamespace(speculative_config=config, scheduler_config=scheduler_config),
         dynamic_sd_lookup=dense,
     )
-    make_scheduler(lambda self: None, scheduler)
+    learn_lengths(scheduler, config)
     learned = scheduler.dynamic_sd_lookup
     assert learned.learned.lengths == [0, *sorted(given)]
     for size in range(1, slots + 1):

@@ -6,7 +6,7 @@ Drafters do not know the allowed letters; there are few others, so that many dra
 import itertools
 
 import pytest
-from support.engines import run_engine
+from support.engines import run_engine, run_jobs
 from support.exact_joint_distribution import chi_square_p_value, distribution_among
 from support.level_files import cascade
 from support.sampling_cases import SIGNIFICANCE
@@ -97,3 +97,30 @@ def test_a_biased_sampler_is_caught(letters, exact, room, fault, kind, count):
     patch = f"vllm_hsd.host.hooks:install support.biased_sampler:{fault}"
     outputs, _ = sample(letters, room, count, [kind], patch)
     assert chi_square_p_value(outputs[kind], exact[kind]) < SIGNIFICANCE
+
+
+def reserved(llm, jobs: dict) -> set[tuple[int, int]]:
+    """(tokens of a draft, slots after the text that the scheduler wants for it) of all drafts."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    coordinator, found = scheduler.kv_cache_manager.coordinator, set()
+    needed = coordinator.get_num_blocks_to_allocate
+
+    def record(request_id: str, num_tokens: int, **rest) -> int:
+        request = scheduler.requests[request_id]
+        if request.num_output_tokens:
+            found.add((len(request.spec_token_ids), num_tokens - request.num_tokens))
+        return needed(request_id=request_id, num_tokens=num_tokens, **rest)
+
+    coordinator.get_num_blocks_to_allocate = record
+    run_jobs(llm, jobs)
+    return found
+
+
+def test_how_long_a_draft_is_does_not_decide_whether_its_request_is_preempted(letters):
+    top = {"model": letters.mid, "stopping": "entropy"}
+    levels = cascade({"model": letters.small, "num_tokens": 3}, top, num_speculative_tokens=6)
+    params = {"temperature": 1.5, "max_tokens": 40, "ignore_eos": True, "seed": 0}
+    job = {"prompts": [PROMPT] * 2, "params": params}
+    found = run_engine({"model": letters.target, **levels}, {"job": job}, work=reserved)
+    drafted, slots = map(set, zip(*found, strict=True))
+    assert len(drafted) > 2 and len(slots) == 1

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from vllm_hsd.budget.batch_budget import BatchBudget
+from vllm_hsd.config.sizes import learns_one_length
 from vllm_hsd.host import metrics
-from vllm_hsd.host.hooks import REGISTRY
-from vllm_hsd.host.registry import NONE_FILED
 
 
 class LearnedLengths:
@@ -58,22 +57,11 @@ class LearnedLengths:
         self.learned.observe(max((length + 1) // self.rows - 1, 0), accepted, seconds)
 
 
-@REGISTRY.replaces(
-    "vllm.v1.core.sched.scheduler.Scheduler.__init__",
-    None,
-    why="puts a learned table in the place of the fixed one of draft lengths by batch size",
-    until="a plugin can choose the draft length of a step",
-    issue=NONE_FILED,
-)
-def make_scheduler(original, self, *args, **kwargs):
-    from vllm_hsd.config.sizes import learns_one_length
-
-    original(self, *args, **kwargs)
-    hsd = getattr(self.vllm_config.speculative_config, "hsd", None)
-    if hsd is not None and learns_one_length(hsd) and self.dynamic_sd_lookup is not None:
-        limit = self.vllm_config.speculative_config.max_batch_size(
-            self.vllm_config.scheduler_config
-        )
-        learned = LearnedLengths(self.dynamic_sd_lookup, limit, hsd.branches)
-        self.dynamic_sd_lookup = learned
-        setattr(self, metrics.STEP_ENDED, learned.step_ended)
+def learn_lengths(scheduler: Any, config: Any) -> None:
+    """Put a learned table in the place of the scheduler's, of a speculative configuration."""
+    hsd = getattr(config, "hsd", None)
+    if hsd is not None and learns_one_length(hsd) and scheduler.dynamic_sd_lookup is not None:
+        limit = config.max_batch_size(scheduler.vllm_config.scheduler_config)
+        learned = LearnedLengths(scheduler.dynamic_sd_lookup, limit, hsd.branches)
+        scheduler.dynamic_sd_lookup = learned
+        setattr(scheduler, metrics.STEP_ENDED, learned.step_ended)

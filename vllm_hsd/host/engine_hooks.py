@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.host.hooks import REGISTRY, install
+from vllm_hsd.host.hooks import REGISTRY, install, replace_on
 from vllm_hsd.host.registry import NONE_FILED
 
 _SPECULATION = "vllm.config.speculative.SpeculativeConfig"
+_ALLOCATE = "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots"
 REGISTRY.overrides(
     {
         f"{_SPECULATION}.max_num_new_slots_for_drafting": ("slots of the drafts", None),
@@ -74,6 +77,42 @@ def reserve_for_branches():
         return usual.fget(self) if lookahead is None else lookahead
 
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens, doc=usual.__doc__)
+
+
+@REGISTRY.replaces(
+    "vllm.v1.core.sched.scheduler.Scheduler.__init__",
+    None,
+    why="puts a learned table in the place of the fixed one of draft lengths by batch size, and "
+    "has as many slots reserved for every draft",
+    until="a plugin can choose the draft length of a step, and vLLM reserves as many",
+    issue=NONE_FILED,
+)
+def make_scheduler(original, self, *args, **kwargs):
+    from vllm_hsd.host.adaptive import learn_lengths
+
+    original(self, *args, **kwargs)
+    config = self.vllm_config.speculative_config
+    if isinstance(config, NeedsHooks):
+        replace_on(self.kv_cache_manager, _ALLOCATE, by=self.num_spec_tokens)
+        learn_lengths(self, config)
+
+
+@REGISTRY.replaces_on_runner(
+    _ALLOCATE,
+    None,
+    why="reserves as many slots for every draft: where no block is free the scheduler may preempt "
+    "the request itself, and must not drop its draft for what was drawn",
+    until="vLLM does",
+    issue=NONE_FILED,
+)
+def allocate_slots(
+    original, longest: int, request, num_new_tokens, *args, num_lookahead_tokens=0, **kwargs
+):
+    if request.status is RequestStatus.RUNNING:
+        num_lookahead_tokens += max(longest + 1 - num_new_tokens, 0)
+    return original(
+        request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
+    )
 
 
 @REGISTRY.replaces(

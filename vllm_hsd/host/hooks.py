@@ -20,7 +20,6 @@ _MODULES = (
     "vllm_names",
     "replacements",
     "device_counts",
-    "adaptive",
     "branches",
     "draft_lengths",
     "cpu_warm_up",

@@ -61,6 +61,8 @@ class BlockRejectionSampler(RejectionSampler):
         # Requests whose logits vLLM has to process: for more than a temperature and filters, or
         # filtered ones that are coupled, whose text is to be vLLM's to the last bit.
         self.processed = np.zeros_like(sampler.needs_logits_processing)
+        # Requests that vLLM itself would have processed for a temperature or filters.
+        self.stock_filtered = np.zeros_like(self.processed)
         # Slots of the rows and of the requests of the last verification.
         self.verified: tuple[torch.Tensor, np.ndarray]
         # Most tokens that a request lists for log-probabilities.
@@ -268,7 +270,7 @@ class BlockRejectionSampler(RejectionSampler):
     issue=NONE_FILED,
 )
 def add_sampling_state(original, sampler: BlockRejectionSampler, req_idx, sampling_params):
-    original(req_idx, sampling_params)
+    sampler.stock_filtered[req_idx] = original(req_idx, sampling_params)
     sampler.parameters.add_request(req_idx)
     return False
 
@@ -293,8 +295,7 @@ def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_para
     parameters.add_keys(req_idx, prompt_tokens, sampling_params.extra_args)
     filtered = parameters.filtered[req_idx]
     sampler.processed[req_idx] = needed[req_idx] or (filtered and parameters.coupled[req_idx])
-    temperature = sampler.sampler.sampling_states.temperature.np[req_idx]
-    needed[req_idx] |= temperature not in (0, 1) or filtered
+    needed[req_idx] |= sampler.stock_filtered[req_idx]
 
 
 @REGISTRY.replaces_on_runner(
