@@ -251,6 +251,22 @@ def test_a_head_next_to_lookups_is_a_level_where_it_adapts(family, head):
     assert found.use_ngram() and found.use_eagle_block_drop()
 
 
+def test_a_shorter_context_of_a_level_is_not_the_targets(family, head, tmp_path):
+    short = damaged_copy(head, tmp_path / "head", change_config(max_position_embeddings=64))
+    for levels in (
+        [{"model": family.small, "max_model_len": 64}],
+        [{"eagle3": short, "num_tokens": 2}, {"model": family.mid}],
+        [sources(NGRAM, {"eagle3": short})],
+    ):
+        config = configure(family, hsd(*levels), max_model_len=256)
+        assert config.model_config.max_model_len == 256
+
+
+def test_blocks_of_branches_take_no_tokens_of_a_step(family):
+    given = hsd(sources(NGRAM, {"suffix": {}}, branches=4), num_speculative_tokens=8)
+    configure(family, given, max_num_batched_tokens=64)
+
+
 def test_lookups_are_not_left_out_where_vllm_makes_another_drafter():
     speculative = SimpleNamespace(hsd_sources=object())
     runner = SimpleNamespace(speculative_config=speculative, speculator=SimpleNamespace())

@@ -7,31 +7,6 @@ import pytest
 import torch
 
 from vllm_hsd.host.draft_lengths import get_draft_tokens
-from vllm_hsd.host.engine_hooks import NeedsHooks, update_draft_token_ids
-
-
-def scheduled(config, *, refused: bool = True, structured: bool = True, prompt: bool = False):
-    """What a request's draft of three tokens is to the scheduler, after vLLM's own look at it."""
-    request = SimpleNamespace(use_structured_output=structured, is_prefill_chunk=prompt)
-    scheduler = SimpleNamespace(
-        vllm_config=SimpleNamespace(speculative_config=config), requests={"a": request}
-    )
-
-    def original(self, drafts):
-        request.spec_token_ids = [] if prompt else [5, 6, 7][: 1 if refused else 3]
-
-    drafts = SimpleNamespace(req_ids=["ended", "a"], draft_token_ids=[[8], [5, 6, 7]])
-    update_draft_token_ids(original, scheduler, drafts)
-    return request.spec_token_ids
-
-
-def test_the_token_that_a_grammar_refuses_is_scheduled():
-    """As a placeholder, which is verified; its mask allows nothing."""
-    assert scheduled(NeedsHooks()) == [5, -1]
-    assert scheduled(NeedsHooks(), refused=False) == [5, 6, 7]
-    # What is cut for another reason, or for another verifier, stays cut.
-    assert scheduled(NeedsHooks(), structured=False) == scheduled(None) == [5]
-    assert scheduled(NeedsHooks(), prompt=True) == []
 
 
 @pytest.mark.parametrize(

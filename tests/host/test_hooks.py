@@ -26,7 +26,7 @@ def test_the_installed_release_is_tested():
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=lambda hook: hook.name[5:])
 def test_a_name_says_why_and_a_replacement_when_it_can_go(hook):
-    assert hook.why and hook.tested == TESTED
+    assert hook.why and hook.tested and set(hook.tested) <= set(TESTED)
     if hook.how in ("replaced", "changed", "on runner"):
         assert hook.until and re.fullmatch(r"vllm-project/vllm#\d+|none filed", hook.issue)
 

@@ -25,6 +25,15 @@ REGISTRY.overrides(
         f"{_SPECULATION}.use_eagle_block_drop": ("of levels that read target states", ("self",)),
     }
 )
+REGISTRY.overrides(
+    {
+        f"{_SPECULATION}.draft_shares_target_positions": (
+            "keeps a level's shorter context from the target",
+            ("self",),
+        )
+    },
+    tested=("0.33",),
+)
 
 # Drafters of vLLM under which block verification was tested.
 STOCK_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "dflash")
@@ -133,37 +142,6 @@ def validate_spec_decode(original, self, speculative_config):
         self = copy.copy(self)
         self.min_p, self.logit_bias = 0.0, None
     original(self, speculative_config)
-
-
-@REGISTRY.replaces(
-    "vllm.v1.core.sched.scheduler.Scheduler.update_draft_token_ids",
-    ("self", "draft_token_ids"),
-    why="schedules the draft token that a grammar refuses, to be verified with the target's row: "
-    "without asynchronous scheduling, as on a CPU, vLLM ends the draft before it, and so by what "
-    "was drawn; and puts what a grammar forces in the place of drafts",
-    until="vLLM verifies it without asynchronous scheduling too",
-    issue=NONE_FILED,
-)
-def update_draft_token_ids(original, self, draft_token_ids):
-    from vllm_hsd.host.forced_tokens import force
-
-    forced = force(self, draft_token_ids)
-    original(self, draft_token_ids)
-    if not isinstance(self.vllm_config.speculative_config, NeedsHooks):
-        return
-    drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
-    for name, tokens in drafts:
-        request = self.requests.get(name)
-        if (
-            request is None
-            or name in forced
-            or not request.use_structured_output
-            or request.is_prefill_chunk
-        ):
-            continue
-        if len(request.spec_token_ids) < len(tokens):
-            # As asynchronous scheduling pads it: the mask of its row, and then of none.
-            request.spec_token_ids = [*request.spec_token_ids, -1]
 
 
 @REGISTRY.replaces(

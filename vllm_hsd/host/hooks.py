@@ -16,6 +16,7 @@ _MODULES = (
     "engine_hooks",
     "request_keys",
     "forced_tokens",
+    "grammar_drafts",
     "metrics",
     "vllm_names",
     "replacements",

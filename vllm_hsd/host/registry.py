@@ -48,7 +48,7 @@ class Hook:
         issue: vLLM issue or pull request about what makes it necessary, or NONE_FILED; empty for
             what is only overridden.
         until: when the dependency can go.
-        tested: releases in which it was tested.
+        tested: releases in which it was tested; others of TESTED do not have it.
     """
 
     name: str
@@ -81,10 +81,12 @@ class Registry:
             raise ValueError(f"'{hook.name}' is registered twice")
         self.hooks[hook.name] = hook
 
-    def overrides(self, names: Mapping[str, tuple[str, tuple | None]]) -> None:
+    def overrides(
+        self, names: Mapping[str, tuple[str, tuple | None]], tested: tuple[str, ...] = TESTED
+    ) -> None:
         """Add names that subclasses of ours override: name -> (why, parameters)."""
         for name, (why, parameters) in names.items():
-            self.register(Hook(name, "overridden", why, parameters))
+            self.register(Hook(name, "overridden", why, parameters, tested=tested))
 
     def replaces(
         self,
@@ -203,6 +205,8 @@ def installed_release() -> str:
 
 def fault_of(hook: Hook) -> str | None:
     """One sentence on how a name differs from the tested releases, None if it does not."""
+    if installed_release() in {*TESTED} - {*hook.tested}:
+        return None
     try:
         found = resolve(hook.name)
     except (ImportError, AttributeError) as error:

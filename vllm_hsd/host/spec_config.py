@@ -161,6 +161,10 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         # A head's entry at the last position of a block depends on the token after it.
         return reads_target_states(self.hsd)
 
+    def draft_shares_target_positions(self) -> bool:
+        # Of vLLM 0.33, which would lower max_model_len: past a level's context nothing is drafted.
+        return True
+
     @property
     def max_num_new_slots_for_drafting(self) -> int:
         return 0
@@ -170,12 +174,14 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
 
         None: as vLLM reserves them, without branches.
         """
-        if self.hsd.branches == 1:
+        blocks = vllm_config.cache_config.num_gpu_blocks
+        # vLLM 0.33 compares it with its budget of tokens before there is a cache.
+        if self.hsd.branches == 1 or blocks is None:
             return None
-        rows = self.rows(vllm_config, vllm_config.cache_config.num_gpu_blocks)
+        rows = self.rows(vllm_config, blocks)
         return self._private_blocks(vllm_config).lookahead(rows)
 
-    def rows(self, vllm_config: Any, blocks: int | None, groups: int = 1) -> int:
+    def rows(self, vllm_config: Any, blocks: int, groups: int = 1) -> int:
         """Drafts of a request that the target verifies together, at most.
 
         Fewer than configured where that is a default and the KV cache or texts lack room; the
@@ -183,14 +189,12 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
 
         Args:
             vllm_config: vLLM's.
-            blocks: of the cache; None while it is not there.
+            blocks: of the cache.
             groups: KV-cache groups.
 
         Raises:
             UserError: there is no room for what the user asked for.
         """
-        if blocks is None:
-            return int(self.hsd.branches)
         for rows in range(self.hsd.branches, self.hsd_least_rows - 1, -1):
             mistake = self._room_mistake(vllm_config, blocks, groups, rows)
             if mistake is None:
