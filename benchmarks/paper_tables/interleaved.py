@@ -14,8 +14,8 @@ from benchmarks import plot
 from benchmarks.common import RESULTS, options, write_csv
 from benchmarks.paper_tables.closed_forms import interleaved_speedup, interleaved_tokens
 from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.tools.lookup_level import UNLIMITED
 from vllm_hsd.tools.reference import ReferenceEngine
-from vllm_hsd.tools.reference.batch import UNLIMITED
 
 # Acceptance rate of the medium model, its cost over the target's, the small one's over its own.
 ALPHA, MEDIUM, SMALL = 0.8, 0.2, 0.1

@@ -19,6 +19,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from vllm_hsd.tools.planner.latencies import Latencies
 from vllm_hsd.tools.planner.measure import make_profile
 from vllm_hsd.tools.planner.models import ModelSet
 from vllm_hsd.tools.planner.optimize import solve
-from vllm_hsd.tools.planner.predict import Measured, Prediction, Selection
+from vllm_hsd.tools.planner.predict import Prediction, Selection
 from vllm_hsd.tools.planner.profile import Profile, Prompts, Sampling, load_profile
 from vllm_hsd.tools.planner.prompts import encode, read_prompts
 from vllm_hsd.tools.planner.search import Constraints, Search
@@ -268,7 +269,7 @@ def main() -> None:
 
     def predictions_with(latencies: Latencies) -> list[Prediction]:
         measured = search.measured
-        search.measured = Measured(latencies, measured.acceptance, measured.cacheless)
+        search.measured = replace(measured, latencies=latencies)
         return [search.predict(selection) for selection in cascades]
 
     predictions = predictions_with(timing.latencies(*timed))

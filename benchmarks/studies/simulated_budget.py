@@ -30,9 +30,9 @@ from benchmarks.studies.demo_cascade import PROMPTS
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.budget.step_times import TIMED_AT_START
 from vllm_hsd.cascade.level import DraftingLevel, LookupResult, of_each_token
+from vllm_hsd.tools.lookup_level import Texts
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
 from vllm_hsd.tools.planner.suffix_level import SuffixLevel
-from vllm_hsd.tools.reference.batch import Texts
 
 SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"
 NUM_PROMPTS, MAX_TOKENS, LENGTH, NUM_ORDERS = 5, 96, 8, 12

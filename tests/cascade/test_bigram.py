@@ -8,8 +8,8 @@ import pytest
 
 from vllm_hsd.cascade.bigram import count_pairs, successors
 from vllm_hsd.cascade.text_store import collect_texts
+from vllm_hsd.tools.lookup_level import Texts
 from vllm_hsd.tools.planner.bigram_levels import BigramLevel, BigramModelLevel
-from vllm_hsd.tools.reference.batch import Texts
 
 
 def test_successors_are_the_likeliest_tokens():

@@ -6,8 +6,8 @@ import pytest
 from vllm_hsd.cascade.text_order import DEPTH, END_OF_TEXT, order_texts
 from vllm_hsd.cascade.text_store import collect_texts, read_store, store_vocab_size, write_store
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools.lookup_level import Texts
 from vllm_hsd.tools.planner.suffix_level import SuffixLevel
-from vllm_hsd.tools.reference.batch import Texts
 
 VOCABULARY = 100
 STORY = list(range(40, 60))

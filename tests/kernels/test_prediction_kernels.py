@@ -9,7 +9,7 @@ from support.suffix_requests import Requests, markov
 
 from vllm_hsd.cascade import prediction_lookup
 from vllm_hsd.cascade.prediction_lookup import LONGEST, PredictionLookup
-from vllm_hsd.tools.reference.batch import Texts
+from vllm_hsd.tools.lookup_level import Texts
 
 WIDTH = 70
 

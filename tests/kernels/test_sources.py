@@ -19,11 +19,11 @@ from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_store import collect_texts
 from vllm_hsd.levels.ngram import NgramLevelConfig
+from vllm_hsd.tools.lookup_level import LookupLevel, Texts
 from vllm_hsd.tools.planner.bigram_levels import BigramLevel
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
 from vllm_hsd.tools.planner.suffix_level import SuffixLevel
-from vllm_hsd.tools.reference.batch import LookupLevel, Texts
 
 LENGTH, VOCABULARY = 6, 12
 

@@ -14,7 +14,7 @@ from oracle.sequential import argmax
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import BlockedCDF
-from vllm_hsd.tools.reference.batch import UNLIMITED, LookupLevel
+from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 
 # Rounding errors of float64 must not become branches of their own.
 NOTHING = 1e-12

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.prediction_lookup import DOUBT, LONGEST
-from vllm_hsd.tools.reference.batch import Texts
+from vllm_hsd.tools.lookup_level import Texts
 
 
 @dataclass

@@ -10,7 +10,8 @@ import torch
 from support.drafting_levels import drafting_levels
 
 from vllm_hsd.cascade.level import LevelOptions, LookupResult, StepLevels
-from vllm_hsd.tools.reference.batch import UNLIMITED, DraftBatch, LookupLevel
+from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
+from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
 from vllm_hsd.tools.reference.lowest_level import LowestLevel
 from vllm_hsd.tools.reference.stopping import EntropyThresholds

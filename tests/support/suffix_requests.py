@@ -7,8 +7,8 @@ from support.proposal_states import MAX_NUM_REQS, GuardedState, poison, schedule
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_order import OrderedTexts, order_texts
 from vllm_hsd.cascade.text_store import collect_texts
+from vllm_hsd.tools.lookup_level import Texts
 from vllm_hsd.tools.planner.suffix_level import SuffixLevel
-from vllm_hsd.tools.reference.batch import Texts
 
 
 class Requests:

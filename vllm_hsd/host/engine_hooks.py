@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.host.hooks import REGISTRY, install, replace_on
 from vllm_hsd.host.registry import NONE_FILED
@@ -117,6 +115,8 @@ def make_scheduler(original, self, *args, **kwargs):
 def allocate_slots(
     original, longest: int, request, num_new_tokens, *args, num_lookahead_tokens=0, **kwargs
 ):
+    from vllm.v1.request import RequestStatus
+
     if request.status is RequestStatus.RUNNING:
         num_lookahead_tokens += max(longest + 1 - num_new_tokens, 0)
     return original(

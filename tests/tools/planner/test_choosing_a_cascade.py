@@ -14,7 +14,7 @@ from benchmarks.paper_tables import assumptions
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.tools.planner.predict import Selection
-from vllm_hsd.tools.planner.profile import Profile
+from vllm_hsd.tools.planner.profile import Candidate, Profile
 from vllm_hsd.tools.planner.search import Constraints, Search
 from vllm_hsd.tools.planner.survival import independent_survival
 from vllm_hsd.tools.system import serve_command
@@ -112,6 +112,14 @@ def test_a_lookup_below_a_model_is_chosen_where_it_pays(with_lookup, batch):
     assert choice.best.selection.levels == (0, 1)
     least = min(each.ms_per_token for each in everything(search))
     assert choice.best.ms_per_token == pytest.approx(least)
+
+
+def test_nothing_drafts_for_a_head(with_lookup):
+    head = Candidate.model_validate(candidate("eagle3", eagle3="models/head"))
+    given = with_lookup.model_copy(update={"candidates": [with_lookup.candidates[0], head]})
+    plan = Search(given, Constraints()).choose()
+    every = [plan.best, plan.none, plan.single, *(found for _, found in plan.others)]
+    assert {len(found.selection.levels) for found in every} == {0, 1}
 
 
 def served(output):

@@ -253,6 +253,9 @@ def test_an_engine_records_sources_alone_and_together(timing_of, text_family, tm
         lowest = "lookup" if cascade[0] < 3 else "draft"
         assert roles == {(cascade[0], lowest), *((i, "verify") for i in cascade[1:])}
         assert recording["emitted"] == 2 * (16 - 1)  # the prefill emits the first
+        if cascade == [3]:
+            # A head reads what a step has kept before its first token.
+            assert {call["tokens"] // call["batch"] for call in recording["calls"]} > {1}
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from vllm_hsd.cascade.level import LookupResult
+from vllm_hsd.tools.lookup_level import LookupLevel
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup, propose, replay
 from vllm_hsd.tools.planner.survival import lookup_table
-from vllm_hsd.tools.reference.batch import LookupLevel
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from vllm_hsd.cascade.bigram import count_pairs, successors
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.ragged import last_positions
 from vllm_hsd.cascade.text_store import TextStore
-from vllm_hsd.tools.reference.batch import UNLIMITED, LookupLevel, Texts
+from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel, Texts
 
 
 class BigramLevel(LookupLevel):

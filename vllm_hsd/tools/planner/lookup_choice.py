@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_hsd.budget.acceptance import AcceptanceEstimates
 from vllm_hsd.cascade.level import LookupResult
-from vllm_hsd.tools.reference.batch import LookupLevel, Texts
+from vllm_hsd.tools.lookup_level import LookupLevel, Texts
 
 # Most tokens of a draft.
 _LONGEST = 128

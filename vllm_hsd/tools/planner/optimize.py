@@ -97,13 +97,16 @@ def measured_graph(measured: Measured, batch: int) -> Graph:
     models, size = len(latencies.forward) - 1, acceptance.survival.shape[-1] - 1
     draft = [latencies.call(i, measured.role(0, i), batch, 1) for i in range(models)]
     verify = [latencies.calls(i, "verify", batch, size + 1) for i in range(models)]
-    return build_graph(
+    graph = build_graph(
         np.array(draft),
         np.stack([*verify, latencies.calls(-1, "target", batch, size + 1)]),
         latencies.call(-1, "plain", batch, 1),
         acceptance,
         capped=True,
     )
+    # No other level drafts for a head.
+    graph.cost[[graph.order.index(head) for head in measured.reread]] = np.inf
+    return graph
 
 
 def build_graph(

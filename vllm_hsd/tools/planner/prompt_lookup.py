@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_hsd.cascade.level import LookupResult, ngram_confidence
+from vllm_hsd.tools.lookup_level import LookupLevel, Texts
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
-from vllm_hsd.tools.reference.batch import LookupLevel, Texts
 
 Ints = NDArray[np.int64]
 

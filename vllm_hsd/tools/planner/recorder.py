@@ -48,6 +48,8 @@ class Recorder:
         for index, level in enumerate(program.levels):
             if hasattr(level.runs, "forward"):
                 level.runs.forward = self._forward(index, level.runs.forward)
+                if (unread := getattr(level.runs, "unread", None)) is not None:
+                    level.runs.read = self._read(index, level.runs.read, unread)
             else:
                 program.levels[index] = replace(level, runs=self._lookup(level.runs))
         if program.sources is not None:
@@ -126,13 +128,30 @@ class Recorder:
         def timed(state: Any, op: Any, *rest: Any) -> Any:
             began = self.clock()
             logits = forward(state, op, *rest)
-            batch, tokens = state.batch, state.batch * op.query_length
-            lowest = self.speculator.program.selection.levels[0]
-            role = "verify" if index != lowest else "draft"
-            self.open.append((index, role, batch, tokens, began, self.clock() - began))
+            tokens, ms = state.batch * op.query_length, self.clock() - began
+            if op.draw == 0 and self.open and self.open[-1][0] == index:
+                # Of what a head has read, which its first pass does not read again.
+                *_, tokens, began, reading = self.open.pop()
+                ms += reading
+            self.open.append((index, self._role(index), state.batch, tokens, began, ms))
             return logits
 
         return timed
+
+    def _read(self, index: int, read: Callable[..., Any], unread: Any) -> Callable[..., Any]:
+        """Of a head that reads late, before its first pass of a proposal."""
+
+        def timed(slots: Any, rows: Any) -> None:
+            began, tokens = self.clock(), int(unread.count[slots].sum())
+            read(slots, rows)
+            if tokens:
+                ms = self.clock() - began
+                self.open.append((index, self._role(index), len(slots), tokens, began, ms))
+
+        return timed
+
+    def _role(self, index: int) -> str:
+        return "verify" if index != self.speculator.program.selection.levels[0] else "draft"
 
     def _lookup(self, find: Callable[..., Any]) -> Callable[..., Any]:
         """Of a lookup, or of several and the choice between them."""

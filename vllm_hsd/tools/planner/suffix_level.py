@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.text_order import DEPTH, END_OF_TEXT, OCCURRENCES, PROBES, OrderedTexts
-from vllm_hsd.tools.reference.batch import LookupLevel, Texts
+from vllm_hsd.tools.lookup_level import LookupLevel, Texts
 
 
 class Continuation(NamedTuple):

@@ -15,7 +15,8 @@ import numpy as np
 
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions, StepLevels
-from vllm_hsd.tools.reference.batch import DraftBatch, Level, LookupLevel
+from vllm_hsd.tools.lookup_level import LookupLevel
+from vllm_hsd.tools.reference.batch import DraftBatch, Level
 from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.level_models import LevelModels
 from vllm_hsd.tools.reference.lowest_level import LowestLevel

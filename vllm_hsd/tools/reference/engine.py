@@ -19,7 +19,8 @@ from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.rules import verify_tree
 from vllm_hsd.rules.chain import verify_batch, verify_greedy
 from vllm_hsd.rules.residual import is_normalized
-from vllm_hsd.tools.reference.batch import Level, LookupLevel
+from vllm_hsd.tools.lookup_level import LookupLevel
+from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.cascade import Cascade
 from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.request import ONLY, Request

@@ -13,7 +13,8 @@ from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.rules.chain import argmax_rows
 from vllm_hsd.rules.residual import ROW_SUM_TOLERANCE
-from vllm_hsd.tools.reference.batch import UNLIMITED, DraftBatch, Level
+from vllm_hsd.tools.lookup_level import UNLIMITED
+from vllm_hsd.tools.reference.batch import DraftBatch, Level
 from vllm_hsd.tools.reference.stopping import entropy_nats
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
-from vllm_hsd.tools.reference.batch import DraftBatch, LookupLevel
+from vllm_hsd.tools.lookup_level import LookupLevel
+from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.level_models import LevelModels
 from vllm_hsd.tools.reference.verified import append_own

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from vllm_hsd.tools.reference.batch import UNLIMITED
+from vllm_hsd.tools.lookup_level import UNLIMITED
 
 
 class HuggingFaceLevel:
