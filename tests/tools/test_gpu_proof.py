@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,7 +15,7 @@ from support import proof_items
 from support.marks import slow
 
 from benchmarks.common import REPOSITORY
-from benchmarks.gpu import host, pit, prove
+from benchmarks.gpu import host, prove
 from benchmarks.gpu.items import ITEMS, TOY, Item, Setting
 
 NAMES = ("passing", "failing", "lacking", "dying", "hanging", "waiting")
@@ -189,29 +188,3 @@ def test_kernel_items_run_without_vllm_and_git(tmp_path, names):
     assert {result["verdict"] for result in results.values()} == {"passed"}
     assert results["kernel_times"]["left_out"]
     assert ",unknown," in (tmp_path / "gpu/kernel_times.csv").read_text()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs on this GPU")
-def test_an_item_of_skipped_tests_could_not_run(tmp_path):
-    result = prove.run_item(ITEMS[1], tmp_path)
-    assert (result["verdict"], result["reason"]) == ("could not run", "no CUDA device")
-
-
-def test_exact_text_passes_and_biased_text_does_not():
-    """A hundred texts, in which a token depends on the one before."""
-    rng, vocabulary = np.random.default_rng(0), 20
-    logits = torch.from_numpy(rng.normal(size=(vocabulary, vocabulary)) * 2)
-    probs = logits.softmax(-1).numpy()
-    drawn = np.zeros((100, 61), dtype=np.int64)
-    for t in range(60):
-        cumulated = probs[drawn[:, t]].cumsum(1)
-        drawn[:, t + 1] = (rng.random((100, 1)) > cumulated).sum(1).clip(max=vocabulary - 1)
-
-    def p_value(logits) -> float:
-        texts = torch.from_numpy(drawn)
-        return pit.p_value([pit.places(logits[text[:-1]], text[1:]) for text in texts])
-
-    assert p_value(logits) > pit.PASSES
-    # A distribution that is a tenth colder, and one of another context.
-    assert p_value(logits / 1.1) < pit.PASSES
-    assert p_value(logits.roll(1, 0)) < pit.REJECTED
