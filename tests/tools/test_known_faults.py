@@ -10,6 +10,7 @@ from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
+from tools import key_reference
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.registry import installed_release
 from vllm_hsd.tools.cli.doctor import configuration_findings
@@ -87,3 +88,11 @@ def test_a_method_that_vllm_no_longer_has(text_family, monkeypatch):
     with pytest.raises(UserError) as error:
         findings(text_family.target, method="no such method")
     assert "Way out" not in str(error.value)
+
+
+def test_the_generated_pages_are_not_stale():
+    """docs/keys.md and docs/known-faults.md are what their sources say today."""
+    pages = {key_reference.PAGE: key_reference.page}
+    pages[key_reference.FAULTS] = key_reference.faults_page
+    for path, page in pages.items():
+        assert path.read_text() == page(), "write it again: python -m tools.key_reference"
