@@ -10,11 +10,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import MODELS, REPOSITORY, write_csv
+from benchmarks.common import REPOSITORY, write_csv
 from benchmarks.kernels import cpu_matmul_rows
 from benchmarks.models import smollm2 as conversion
 
@@ -52,30 +50,6 @@ def test_a_product_that_a_cpu_does_not_have_is_left_out(tmp_path, monkeypatch, c
     assert capsys.readouterr().out.startswith("bfloat16 is left out: oneDNN has no product of it")
     with (tmp_path / "cpu_matmul_rows.csv").open() as file:
         assert {row["dtype"] for row in csv.DictReader(file)} == {"float32"}
-
-
-TEXT = 'def read_lines(path):\n    """Return the lines of a file as a list."""\n    with open(path'
-
-
-@torch.no_grad()
-def test_published_overlaps_hold_on_text_sampled_now():
-    """A weight file that does not belong to overlaps.csv fails."""
-    torch.set_num_threads(1)
-    names = ("target", "mid", "small")
-    models = {name: AutoModelForCausalLM.from_pretrained(MODELS / name) for name in names}
-    torch.manual_seed(1)
-    ids = AutoTokenizer.from_pretrained(MODELS / "target")(TEXT, return_tensors="pt")
-    first = ids.input_ids.shape[1]
-    text = models["target"].generate(
-        **ids, do_sample=True, top_k=0, max_new_tokens=64, min_new_tokens=64, num_return_sequences=8
-    )
-    probs = {n: m(text[:, :-1]).logits[:, first - 1 :].softmax(-1) for n, m in models.items()}
-    rows = csv.DictReader((MODELS / "overlaps.csv").open())
-    for row in rows:
-        if row["contexts"] == "sampled from target":
-            pair = probs[row["verifier"]], probs[row["drafter"]]
-            now = torch.minimum(*pair).sum(-1).mean().item()
-            assert now == pytest.approx(float(row["overlap"]), abs=0.12)
 
 
 def test_processes_that_ask_at_once_convert_once(tmp_path, monkeypatch):
