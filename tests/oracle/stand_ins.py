@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oracle.distributions import chain_distribution, tree_distribution
+from oracle.distributions import batch_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 from oracle.sequential import argmax
 
@@ -79,18 +79,6 @@ class TableLookup(LookupLevel):
         return LookupResult(found, counts, np.zeros(found.shape))
 
 
-def proposal_rows(batch: ChainBatch, like: torch.Tensor) -> torch.Tensor:
-    """[n, V] proposal probabilities of the one request of a batch; point masses written out."""
-    n = int(batch.lengths[0])
-    rows = torch.zeros(n, like.shape[1], dtype=like.dtype)
-    for t in range(n):
-        if batch.draft_rows[0, t] < 0:
-            rows[t, batch.tokens[0, t]] = 1
-        else:
-            rows[t] = batch.draft_probs[batch.draft_rows[0, t]]
-    return rows
-
-
 def exact_distribution(program: Callable[[], Tokens]) -> Distribution:
     """The distribution of a program's result over all draws of the cascade or engine in it."""
 
@@ -119,16 +107,14 @@ def _drawn_by(choices: Choices):
         return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
 
     def verify_batch(batch: ChainBatch, method, uniforms, target_ok=None):
-        """Of one request, its rows picked from the batch's arrays."""
+        """Of one request."""
         assert batch.size == 1
         n = int(batch.lengths[0])
         assert len(uniforms) == n + 1
-        target = batch.target_probs[torch.from_numpy(batch.target_rows[0, : n + 1])]
-        drafted = torch.from_numpy(batch.tokens[0, :n])
-        rows = target, proposal_rows(batch, target), drafted
-        distribution = chain_distribution(*rows, method=method)
+        distribution = batch_distribution(batch, method)
         accepted, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        tokens = np.array([[*drafted[:accepted].tolist(), final, *[-1] * (n - accepted)]])
+        drafted = batch.tokens[0, :accepted].tolist()
+        tokens = np.array([[*drafted, final, *[-1] * (n - accepted)]])
         return tokens, np.array([accepted])
 
     class ChosenCDF(BlockedCDF):
