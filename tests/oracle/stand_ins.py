@@ -14,6 +14,7 @@ from oracle.sequential import argmax
 from vllm_hsd.cascade.level import UNLIMITED, LookupLevel, LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import BlockedCDF
+from vllm_hsd.rules.tree import TreeRows
 
 # Rounding errors of float64 must not become branches of their own.
 NOTHING = 1e-12
@@ -97,12 +98,7 @@ def _drawn_by(choices: Choices):
     def verify_tree(target, draft, tree, *, method, generator):
         distribution = tree_distribution(target, draft, tree, method=method)
         end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        path, node = [], end - 1
-        while node != -1:
-            path.append(node)
-            parent = tree.parents[node]
-            node = parent if parent == -1 else tree.first[parent]
-        path = path[::-1]
+        path = TreeRows(target, draft, tree, method).path_to(end - 1)
         tokens = [*(tree.tokens[n] for n in path), final]
         return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
 
