@@ -14,7 +14,7 @@ from support.simulated_serving import (
     memory_bound,
 )
 
-from vllm_hsd.budget.draft_budget import DraftBudget
+from vllm_hsd.budget.draft_budget import DraftBudget, cut
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
 from vllm_hsd.cascade.level import DraftingLevel, LookupResult, StepLevels
@@ -300,6 +300,17 @@ def test_a_level_that_verifies_nothing_takes_nothing_from_below():
         feeders, _ = budget._cheapest_paths(1, None, [0.0, 0.0])
         assert (feeders[1] is not None) == verifies
         assert budget.everything.levels == ((0, 1) if verifies else (1,))
+
+
+def test_tokens_are_kept_while_their_survival_pays():
+    survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.0]])
+    price = 0.3 * np.arange(7)
+    least, net = cut(survival, price)
+    assert least == 0.5 and net == pytest.approx(0.9 + 0.8 + 0.5 - 0.9)
+    assert cut(survival, 2 * np.arange(7.0)) == (np.inf, 0.0)
+    # The first two tokens of the pass are free.
+    steps = np.maximum(np.arange(7.0) - 2, 0)
+    assert cut(survival, steps) == (0.8, pytest.approx(1.7))
 
 
 class Kinds(Guess):

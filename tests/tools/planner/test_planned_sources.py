@@ -1,4 +1,6 @@
-"""Several lookups as one level: predicted as the reference engine and a served cascade draft."""
+"""Several lookups as one level: replayed as the reference engine drafts, and predicted."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -8,9 +10,11 @@ from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.tools.planner.acceptance import measure_acceptance
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
+from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.models import ModelSet
 from vllm_hsd.tools.planner.predict import Measured, Selection, predict
 from vllm_hsd.tools.planner.profile import Sampling
+from vllm_hsd.tools.planner.prompt_lookup import replay_choice
 from vllm_hsd.tools.planner.prompts import encode, read_prompts
 from vllm_hsd.tools.planner.survival import Acceptance
 from vllm_hsd.tools.planner.task import Task, candidates
@@ -41,6 +45,47 @@ def engine_of(models, levels, lengths):
     drafters = [lowest.fresh(), *map(HuggingFaceLevel, above)]
     options = [LevelOptions(length) for length in lengths]
     return ReferenceEngine(HuggingFaceLevel(models.target), drafters, options)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_rounds_are_those_of_an_engine(models, contexts, length):
+    """At temperature 0, with what is learned from earlier texts; one source alone drafts others."""
+    engine, rounds = engine_of(models, [TOGETHER], [length]), []
+    step = engine._chain_step
+
+    def noted(*arguments):
+        drafted, accepted, emitted = step(*arguments)
+        rounds.append((drafted, accepted))
+        return drafted, accepted, emitted
+
+    engine._chain_step = noted
+    texts, expected = [], []
+    for context in contexts[:4]:
+        rounds.clear()
+        text = engine.generate(context, TOKENS, temperature=0).token_ids
+        texts.append((np.array(context), np.array(text)))
+        # At its end the engine requests fewer tokens.
+        ends = itertools.accumulate(kept + 1 for _, kept in rounds)
+        expected.append(
+            [each for each, end in zip(rounds, ends, strict=True) if end + length < TOKENS]
+        )
+    assert sum(kept for each in expected for _, kept in each) > 40
+
+    def replayed(choice):
+        offered, accepted = replay_choice(choice, texts, length, committed=True)
+        found = []
+        for drafted, kept in zip(offered[-1], accepted[-1], strict=True):
+            at = 0
+            found.append([])
+            while at < TOKENS:
+                found[-1].append((int(drafted[at]), int(kept[at])))
+                at += kept[at] + 1
+        return [each[: len(want)] for each, want in zip(found, expected, strict=True)]
+
+    choice = models.models[TOGETHER]
+    assert replayed(choice) == expected
+    for lookup in choice.lookups:
+        assert replayed(LookupChoice([lookup], choice.min_acceptance)) != expected
 
 
 @pytest.fixture(scope="module")
