@@ -264,6 +264,18 @@ def test_what_loses_is_tried_ever_more_rarely():
     assert np.count_nonzero(serving.lengths[500:]) < 0.02 * 2000
 
 
+def test_trials_begin_at_once_and_their_pauses_double():
+    trials = Trials(2)
+    due = np.flatnonzero([trials.due(0) for _ in range(40_000)])
+    assert due[:TRIAL_STEPS].tolist() == list(range(TRIAL_STEPS))
+    pauses = np.diff(due[TRIAL_STEPS - 1 :])[::TRIAL_STEPS] - 1
+    assert pauses[:3].tolist() == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert set(pauses[7:]) == {LONGEST_PAUSE}
+    trials.pays(0)
+    assert not any(trials.due(0) for _ in range(FIRST_PAUSE)) and trials.due(0)
+    assert [trials.takes_part(1, count).sum() for count in (0, 1, 8, 64)] == [0, 1, 1, 1]
+
+
 def test_a_trial_waits_until_its_reading_is_a_small_share():
     trials = Trials(1)
     due = [trials.due(0, reading=10.0) for _ in range(200 + TRIAL_STEPS)]
