@@ -55,17 +55,6 @@ def test_it_is_as_fast_as_the_best_choice(token_cost, size, rate):
     assert speed > 0.98 * fixed[0]
 
 
-def test_each_length_is_the_best_one_somewhere():
-    """As the load rises: else a ladder would be for nothing."""
-    serving, found = Serving(0.03, drafting=0.02), []
-    learned = BatchBudget(LENGTHS, LARGEST)
-    for size in (1, 4, 16, 64):
-        serving.learned(learned, size, 0.75, 600)
-        rates = learned.rates(size)
-        found.append(learned.lengths[max(range(len(rates)), key=rates.__getitem__)])
-    assert found == [8, 4, 2, 0]
-
-
 def test_it_turns_with_the_load_within_fifty_steps():
     serving, learned = Serving(0.06, drafting=0.02), BatchBudget(LENGTHS, LARGEST)
     for size in (1, 64, 1, 64):

@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 
 from vllm_hsd.cascade.exit_head import ExitHead, read_exit_head, write_exit_head
 from vllm_hsd.tools.audit.tiny_models import tiny_llama
-from vllm_hsd.tools.exit_head_training import plain_exit_head, train_heads
+from vllm_hsd.tools.exit_head_training import train_heads
 
 VOCABULARY = 64
 
@@ -43,12 +43,3 @@ def test_training_comes_nearer_to_the_target(tied):
         assert not trained.head.weight.requires_grad
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), f"training changed the target's {name}"
-
-
-def test_a_plain_exit_is_the_shortened_target():
-    model = target()
-    head = plain_exit_head(model, 2)
-    ids = text(30)[None]
-    states = model(ids, output_hidden_states=True).hidden_states[2][0]
-    model.model.layers = model.model.layers[:2]
-    torch.testing.assert_close(head.logits(states), model(ids).logits[0])

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_hsd.rules.chain import bonus_cdf, prefix_probabilities, recovered_cdf
-from vllm_hsd.rules.inputs import read_chain_batch
+from vllm_hsd.rules.inputs import ChainBatch, read_chain_batch
 from vllm_hsd.rules.residual import BlockedCDF, is_normalized
 from vllm_hsd.rules.tree import ROOT, Tree, TreeRows, rejection_steps, traversal_stops
 
@@ -20,14 +20,19 @@ def chain_distribution(
     method: str = "block",
 ) -> torch.Tensor:
     """[n + 1, V], P(t tokens are accepted and v follows | draft); as verify_chain, one request."""
-    n = draft_token_ids.shape[0]
     draft = None if draft_probs is None else draft_probs.double()
-    batch = read_chain_batch(target_probs.double(), draft, draft_token_ids, [n], method)
+    n = len(draft_token_ids)
     assert is_normalized(target_probs).all()
-    distribution = torch.zeros_like(batch.target_probs)
-    if draft_probs is not None:
-        assert is_normalized(draft_probs).all()
-    m = int(np.logical_and.accumulate(batch.tokens[0] >= 0).sum())
+    assert draft_probs is None or is_normalized(draft_probs).all()
+    batch = read_chain_batch(target_probs.double(), draft, draft_token_ids, [n], method)
+    return batch_distribution(batch, method)
+
+
+def batch_distribution(batch: ChainBatch, method: str) -> torch.Tensor:
+    """As `chain_distribution`, of a batch of one request in float64."""
+    n, vocabulary = int(batch.lengths[0]), batch.target_probs.shape[1]
+    distribution = torch.zeros(n + 1, vocabulary, dtype=torch.float64)
+    m = int(np.logical_and.accumulate(batch.tokens[0, :n] >= 0).sum())
     a = prefix_probabilities(batch, np.array([m]), method)[0, :m]
     inner, request = np.arange(m), np.zeros(m, dtype=np.int64)
     if method == "standard":
@@ -40,7 +45,7 @@ def chain_distribution(
         ends_at = h * later_rejected
     bonus = bonus_cdf(batch, np.zeros(1, dtype=np.int64), np.array([m]))
     distribution[: m + 1] = torch.cat((_normalized(recovered), _normalized(bonus)))
-    distribution[: m + 1] *= torch.from_numpy(ends_at.copy()).to(distribution)[:, None]
+    distribution[: m + 1] *= torch.from_numpy(ends_at.copy())[:, None]
     return distribution
 
 

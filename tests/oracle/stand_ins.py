@@ -7,13 +7,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oracle.distributions import chain_distribution, tree_distribution
+from oracle.distributions import batch_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 from oracle.sequential import argmax
 
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import BlockedCDF
+from vllm_hsd.rules.tree import TreeRows
 from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 
 # Rounding errors of float64 must not become branches of their own.
@@ -80,18 +81,6 @@ class TableLookup(LookupLevel):
         return LookupResult(found, counts, np.zeros(found.shape))
 
 
-def proposal_rows(batch: ChainBatch, like: torch.Tensor) -> torch.Tensor:
-    """[n, V] proposal probabilities of the one request of a batch; point masses written out."""
-    n = int(batch.lengths[0])
-    rows = torch.zeros(n, like.shape[1], dtype=like.dtype)
-    for t in range(n):
-        if batch.draft_rows[0, t] < 0:
-            rows[t, batch.tokens[0, t]] = 1
-        else:
-            rows[t] = batch.draft_probs[batch.draft_rows[0, t]]
-    return rows
-
-
 def exact_distribution(program: Callable[[], Tokens]) -> Distribution:
     """The distribution of a program's result over all draws of the cascade or engine in it."""
 
@@ -110,26 +99,19 @@ def _drawn_by(choices: Choices):
     def verify_tree(target, draft, tree, *, method, generator):
         distribution = tree_distribution(target, draft, tree, method=method)
         end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        path, node = [], end - 1
-        while node != -1:
-            path.append(node)
-            parent = tree.parents[node]
-            node = parent if parent == -1 else tree.first[parent]
-        path = path[::-1]
+        path = TreeRows(target, draft, tree, method).path_to(end - 1)
         tokens = [*(tree.tokens[n] for n in path), final]
         return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
 
     def verify_batch(batch: ChainBatch, method, uniforms, target_ok=None):
-        """Of one request, its rows picked from the batch's arrays."""
+        """Of one request."""
         assert batch.size == 1
         n = int(batch.lengths[0])
         assert len(uniforms) == n + 1
-        target = batch.target_probs[torch.from_numpy(batch.target_rows[0, : n + 1])]
-        drafted = torch.from_numpy(batch.tokens[0, :n])
-        rows = target, proposal_rows(batch, target), drafted
-        distribution = chain_distribution(*rows, method=method)
+        distribution = batch_distribution(batch, method)
         accepted, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        tokens = np.array([[*drafted[:accepted].tolist(), final, *[-1] * (n - accepted)]])
+        drafted = batch.tokens[0, :accepted].tolist()
+        tokens = np.array([[*drafted, final, *[-1] * (n - accepted)]])
         return tokens, np.array([accepted])
 
     class ChosenCDF(BlockedCDF):

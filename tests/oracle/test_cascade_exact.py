@@ -12,7 +12,6 @@ import pytest
 from oracle.exact import Choices, Distribution, Table, Tokens, distance, distribution_of
 from oracle.stand_ins import TableLevel, TableLookup, exact_distribution
 
-from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.text_store import TextStore, collect_texts
 from vllm_hsd.tools.planner.bigram_levels import BigramLevel, BigramModelLevel
@@ -192,21 +191,3 @@ def test_entropy_based_early_stopping(variant, fresh, verifier, length):
     ]
     with mock.patch.object(EntropyThresholds, "fresh", fresh):
         assert bias(build(kinds), options, length, verifier=verifier) < 1e-9
-
-
-def test_entropy_based_stopping_shortens_drafts():
-    def mean_drafts(stopping: str) -> float:
-        engine = ReferenceEngine(
-            TableLevel(Table(2, 1), len(PROMPT)),
-            build("model, model"),
-            [LevelOptions(2, stopping=stopping), LevelOptions(3, stopping=stopping)],
-        )
-
-        def drafted() -> Tokens:
-            return tuple(engine.generate(PROMPT, 4).counts.rows[:, Count.drafted].tolist())
-
-        with mock.patch.object(EntropyThresholds, "fresh", strict_thresholds):
-            distribution = exact_distribution(drafted)
-        return float(sum(weight * sum(counts) for counts, weight in distribution.items()))
-
-    assert mean_drafts("entropy") < mean_drafts("fixed") - 0.05

@@ -88,20 +88,3 @@ def test_noise_of_the_neighboring_position_is_caught():
 def test_noise_that_is_met_twice_is_caught(levels):
     texts = distribution_of(lambda choices: Generation(2, levels, met_twice=True)(choices)[0])
     assert distance(texts, TARGET[2].joint(LENGTH)) > Fraction(1, 1000)
-
-
-def test_every_draw_is_of_a_token_that_is_emitted():
-    """Requests that go on are drawn for together, and -1 ends a draft."""
-    drafts = np.array([[1, 2, 3], [1, 9, 3], [1, 2, -1], [5, 2, 3]])
-    drawn = np.array([[1, 2, 3, 4], [1, 2, 0, 0], [1, 2, 8, 0], [7, 0, 0, 0]])
-    asked = []
-
-    def choose(requests: np.ndarray, t: int) -> np.ndarray:
-        asked.extend((int(request), t) for request in requests)
-        return drawn[requests, t]
-
-    token_ids, accepted = verify_coupled(drafts, np.array([3, 3, 3, 0]), choose)
-    assert accepted.tolist() == [3, 1, 2, 0]
-    emitted = token_ids >= 0
-    assert (emitted.sum(1) == accepted + 1).all() and (token_ids == drawn)[emitted].all()
-    assert sorted(asked) == [(int(i), int(t)) for i, t in np.argwhere(emitted)]

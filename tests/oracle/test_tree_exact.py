@@ -96,12 +96,3 @@ def rows_of_first_draw(row, k: int, choices: Choices):
 def test_faulty_siblings_are_caught(verify, draw):
     p, q = Table(4, 1, zeros=0), Table(4, 101, zeros=0)
     assert bias(p, q, draw, (2,), verify) > Fraction(1, 1000)
-
-
-def test_traversal_emits_more_than_recursive_rejection():
-    p, q = Table(3, 1), Table(3, 101)
-    mean = {}
-    for verify in VERIFIERS:
-        distribution = distribution_of(call(p, q, iid, (2, 2), verify))
-        mean[verify] = sum(len(tokens) * weight for tokens, weight in distribution.items())
-    assert mean[sequential.traversal] > mean[sequential.recursive_rejection]

@@ -1,9 +1,9 @@
-"""Servers of a model that is a table, which speak the protocols of SGLang and llama.cpp."""
+"""Servers of a model that is a table, which speak the protocols of vLLM, SGLang and llama.cpp."""
 
-import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -33,6 +33,7 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"id": "markov", "owned_by": self.owner}]},
             "/get_server_info": {"version": "0.5"},
             "/props": {"build_info": "b1"},
+            "/version": {"version": "0"},
         }
         self.answer(found[self.path])
 
@@ -114,15 +115,47 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(document).encode())
 
 
-@contextlib.contextmanager
-def stand_in(owner: str, wrong: float = 0.0, incremental: bool = False) -> Iterator[str]:
-    attributes = {"owner": owner, "wrong": wrong, "incremental": incremental}
+class VllmHandler(Handler):
+    """vLLM's protocol."""
 
-    with listening(type("Speaking", (Handler,), attributes)) as url:
-        yield url
+    max_logprobs = 20
+    sends_token_ids = True
+    ends = b"data: [DONE]\n\n"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+            self.answer({"tokens": [len(text) % VOCABULARY, 3]})
+        elif body.get("stream"):
+            for new in self.steps(body["prompt"][-1], body["max_tokens"], body, body.get("seed")):
+                self.event({"choices": [{"token_ids": new if self.sends_token_ids else None}]})
+            self.wfile.write(self.ends)
+        elif body["prompt_logprobs"] > self.max_logprobs:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b"prompt_logprobs is above max_logprobs")
+        else:
+            self.answer({"choices": [{"prompt_logprobs": likeliest(body)}]})
 
 
-@contextlib.contextmanager
+def likeliest(body: dict) -> list:
+    """vLLM's `prompt_logprobs`."""
+    rows: list = [None]
+    for last, token in zip(body["prompt"], body["prompt"][1:], strict=False):
+        every = logprobs_after(last, VOCABULARY)
+        kept = dict(every[: body["prompt_logprobs"]]) | {token: dict(every)[token]}
+        rows.append({str(each): {"logprob": logprob} for each, logprob in kept.items()})
+    return rows
+
+
+def stand_in(owner: str, wrong: float = 0.0, **attributes) -> AbstractContextManager[str]:
+    """URL of a server whose every token is the likeliest one, `wrong` of the time more than due."""
+    handler = VllmHandler if owner == "vllm" else Handler
+    return listening(type("Speaking", (handler,), {"owner": owner, "wrong": wrong, **attributes}))
+
+
+@contextmanager
 def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """The address of a server of this process, with room for many clients at once."""
 

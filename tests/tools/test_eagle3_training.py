@@ -3,19 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support import recorded_heads
-from support.eagle3_head import guesses, roll_out
-from support.engines import run_engine
+from support.eagle3_head import roll_out
 from transformers import AutoModelForCausalLM
 
 from benchmarks.models.eagle3.batches import collate, epoch_batches, read_batch
 from benchmarks.models.eagle3.chats import Chat
 from benchmarks.models.eagle3.features import Shard, write_shard
-from benchmarks.models.eagle3.head import save_head
 from benchmarks.models.eagle3.loss import SoftCrossEntropy
 from benchmarks.models.eagle3.start import warm_start
 from benchmarks.models.eagle3.train import Recipe, Training, choose_draft_tokens
-from vllm_hsd.tools.planner.eagle3_head import load_head, target_states
 
 LAYERS = (1, 2)
 RECIPE = Recipe(draft_vocab_size=40, layers=LAYERS, depth=3, unroll_every=2, batch_tokens=200)
@@ -101,23 +97,3 @@ def test_training_goes_on_bit_for_bit_where_it_stopped(training, target, shards,
     for one, other in ((training.head, third.head), (training.average, third.average)):
         assert all(a.equal(b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert not training.head.fc.weight.equal(training.average.fc.weight)
-
-
-def test_vllm_drafts_the_same_tokens(training, target, family, shards, tmp_path):
-    steps(training, shards, 0, 2)
-    save_head(training.head, tmp_path / "head")
-    head = load_head(tmp_path / "head")
-    prompt = [(7 * i) % 50 + 3 for i in range(11)]
-    speculative = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 4}
-    job = {"prompts": [prompt], "params": {"temperature": 0, "max_tokens": 40}}
-    results, found = run_engine(
-        {"model": family.target, "speculative_config": speculative},
-        {"greedy": job},
-        work=recorded_heads.run_with_vllm_drafter,
-    )
-    outputs = results["greedy"]["outputs"]
-    states, _ = target_states(target, torch.tensor([prompt + outputs[0][0]["ids"]]), LAYERS)
-    assert len(found) > 5 and len({drafted[0] for drafted, _ in found.values()}) > 1
-    for text, (drafted, _) in found.items():
-        known = states[0, : len(text) - 1]
-        assert drafted == guesses(head, training.embedding, known, list(text), drafted)

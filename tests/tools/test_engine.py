@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from support.engines import ENGINE_DEFAULTS, PROMPTS, forked, started
+from support.engines import ENGINE_DEFAULTS, forked, started
 from support.level_files import cascade
 from support.marks import slow
 from vllm import envs
@@ -100,23 +100,6 @@ def test_one_engine_measures_generations_and_selects_levels(family):
     assert drafted == [[True, True], [False, True], [True, False], [True, True]]
     assert one.levels[0]["forwards"] == lowest.levels[1]["forwards"] == 0
     assert both.levels[1]["forwards"] > 0 < again.levels[0]["forwards"]
-
-
-def test_sources_of_a_level_are_selected(family):
-    sources = [{"ngram": {"min": 1, "max": 3}}, {"suffix": {"min_acceptance": 0.01}}]
-    level = {"sources": [*sources, {"model": family.mid}]}
-    config = cascade(level, num_speculative_tokens=6)
-    with started({"model": family.target, **config}) as engine:
-        found = []
-        # First: a model that may draft is tried at once.
-        for selected in ([0, 1], [2], [1], [0, 1, 2]):
-            engine.select_levels([0], [6], selected)
-            found.append(engine.generate(PROMPTS, GREEDY))
-    for run in found:
-        assert run.token_ids == found[0].token_ids
-        assert 0 < run.accepted <= run.drafted
-    forwards = [run.levels[0]["forwards"] for run in found]
-    assert forwards[0] == forwards[2] == 0 and forwards[1] > 0 and forwards[3] > 0
 
 
 def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,7 +15,7 @@ from support import proof_items
 from support.marks import slow
 
 from benchmarks.common import REPOSITORY
-from benchmarks.gpu import host, pit, prove
+from benchmarks.gpu import host, prove
 from benchmarks.gpu.items import ITEMS, TOY, Item, Setting
 
 NAMES = ("passing", "failing", "lacking", "dying", "hanging", "waiting")
@@ -121,17 +120,13 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     assert "No CUDA device" in capsys.readouterr().err
 
 
-def test_commands_of_the_page_have_time_for_an_item():
-    page = (REPOSITORY / "docs" / "gpu-proof.md").read_text()
-    limits = [int(seconds) for seconds in re.findall(r"--seconds (\d+)", page)]
-    assert limits and min(limits) >= max(item.limit for item in ITEMS) + prove.GRACE
-
-
-def test_every_item_fits_a_command_twice():
-    """Of ten minutes; and no part of one takes longer than its item."""
+def test_every_item_fits_a_command_twice_and_one_of_the_page():
+    """A command takes ten minutes; and no part of an item takes longer than the item."""
     from benchmarks.gpu import defaults, engine_distribution, items, kernel_times, step_times
 
-    assert all(2 * (item.limit + prove.GRACE) <= 540 for item in ITEMS)
+    page = (REPOSITORY / "docs" / "gpu-proof.md").read_text()
+    limits = [540 / 2, *(int(seconds) for seconds in re.findall(r"--seconds (\d+)", page))]
+    assert len(limits) > 1 and all(i.limit + prove.GRACE <= min(limits) for i in ITEMS)
     parts = 2 * items.PART_SECONDS, kernel_times.RESERVE
     parts += tuple(module.SECONDS for module in (defaults, engine_distribution, step_times))
     assert all(seconds < item.limit for seconds in parts for item in ITEMS)
@@ -189,29 +184,3 @@ def test_kernel_items_run_without_vllm_and_git(tmp_path, names):
     assert {result["verdict"] for result in results.values()} == {"passed"}
     assert results["kernel_times"]["left_out"]
     assert ",unknown," in (tmp_path / "gpu/kernel_times.csv").read_text()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs on this GPU")
-def test_an_item_of_skipped_tests_could_not_run(tmp_path):
-    result = prove.run_item(ITEMS[1], tmp_path)
-    assert (result["verdict"], result["reason"]) == ("could not run", "no CUDA device")
-
-
-def test_exact_text_passes_and_biased_text_does_not():
-    """A hundred texts, in which a token depends on the one before."""
-    rng, vocabulary = np.random.default_rng(0), 20
-    logits = torch.from_numpy(rng.normal(size=(vocabulary, vocabulary)) * 2)
-    probs = logits.softmax(-1).numpy()
-    drawn = np.zeros((100, 61), dtype=np.int64)
-    for t in range(60):
-        cumulated = probs[drawn[:, t]].cumsum(1)
-        drawn[:, t + 1] = (rng.random((100, 1)) > cumulated).sum(1).clip(max=vocabulary - 1)
-
-    def p_value(logits) -> float:
-        texts = torch.from_numpy(drawn)
-        return pit.p_value([pit.places(logits[text[:-1]], text[1:]) for text in texts])
-
-    assert p_value(logits) > pit.PASSES
-    # A distribution that is a tenth colder, and one of another context.
-    assert p_value(logits / 1.1) < pit.PASSES
-    assert p_value(logits.roll(1, 0)) < pit.REJECTED

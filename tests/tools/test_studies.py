@@ -2,17 +2,15 @@
 
 import argparse
 import copy
-import csv
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from benchmarks import plot, results, shared_engines, sweep
-from benchmarks.columns import COLUMNS, Table
-from benchmarks.studies import demo, entropies, papers, request_keys
+from benchmarks.columns import Table
+from benchmarks.studies import demo, papers
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import PLAIN, Group, Sweep
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
@@ -173,17 +171,6 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_committed_tables_have_one_schema():
-    """All but those of `vllm-hsd bench`, of drafts, steps, runners, caches and the replay."""
-    # Intervals and latencies came later.
-    schemas = [[*COLUMNS[:end], "commit", "machine"] for end in (COLUMNS.index("ci_low"), None)]
-    others = {"synthetic_cascade", "entropies", "step_shares", "runners", "runners_family"}
-    others |= {"simulated_budget", "prefix_hits"}
-    for path in sorted(STUDIES.glob("*.csv")):
-        with path.open() as file:
-            assert path.stem in others or next(csv.reader(file)) in schemas, path
-
-
 def test_the_page_of_results_has_the_rows_of_their_table():
     page = (STUDIES.parents[1] / "docs" / "results.md").read_text()
     assert "\n".join(results.tables(Table(STUDIES.parent / "results.csv").rows)) in page
@@ -205,23 +192,15 @@ def test_cascades_share_the_engine_of_one_with_their_levels():
     assert found == dict(enumerate(host for _, host in hosted))
 
 
-@pytest.fixture
-def groups(monkeypatch, tmp_path) -> dict[str, Group]:
-    """Of the papers, for models that are not there."""
+def test_a_study_hosts_its_engines_and_draws_its_groups(monkeypatch, tmp_path):
+    hosted = {}
     monkeypatch.setattr(papers, "qwen_coder", lambda size: tmp_path / size)
     monkeypatch.setattr(papers, "int8_copy", lambda source: source.with_name("int8"))
-    return papers.groups()
-
-
-def test_groups_of_the_papers_take_at_most_two_drafting_engines(groups):
-    """The memory of a machine of the family holds three targets at once."""
+    groups = papers.groups()
+    # The memory of a machine of the family holds three targets at once.
     for group in groups.values():
         found = shared_engines.hosts([None, *group.configs.values()])
         assert len({host for host, _ in found.values()}) <= 3
-
-
-def test_a_study_hosts_its_engines_and_draws_its_groups(groups, monkeypatch, tmp_path):
-    hosted = {}
 
     def started(chosen, configs, prompts, **keys):
         hosted.update(keys)
@@ -235,65 +214,3 @@ def test_a_study_hosts_its_engines_and_draws_its_groups(groups, monkeypatch, tmp
     rows, configs = Table(tmp_path / "papers.csv").rows, groups["levels"].configs
     assert {row["set"] for row in rows} == set(SETS) and len(rows) == 2 * (1 + len(configs))
     assert (tmp_path / "papers.png").read_bytes().startswith(b"\x89PNG")
-
-
-class Answers:
-    """An engine that writes a file of forty lines, faster with a right prediction."""
-
-    engine_args: ClassVar = {"dtype": "float32"}
-    text = "\n".join(f"    word = {i}" for i in range(40))
-
-    def __init__(self, speed):
-        self.speed, self.asked = speed, []
-
-    def call(self, function, *args):
-        return [1, 2] if function is request_keys.chat else None
-
-    def generate(self, prompts, params):
-        self.asked.append(params)
-        seconds = (1 + len(self.asked) % 3) / self.speed
-        ids = [[1] * params["max_tokens"]]
-        return Generation(ids, [self.text], seconds, seconds, [0.1], [seconds], [5])
-
-
-def test_every_answer_of_a_request_is_paired_with_the_plain_one(tmp_path, capsys):
-    plain, cascade = Answers(1), Answers(2)
-    table = Table(tmp_path / "request_keys.csv")
-    study = request_keys.Study(plain, cascade, table, rounds=2, longest=30, tasks=5)
-    study.edits()
-    study.grammars()
-    given = [params["extra_args"] for params in cascade.asked]
-    said = [each["hsd_prediction"] for each in given if each]
-    assert len(said) == 2 * 2 * 5 and len(set(said)) == 10
-    schemas = [params["structured_outputs"]["json"] for params in plain.asked[15:]]
-    assert len({tuple(each["required"]) for each in schemas}) == 5
-    assert all(len(set(each["required"])) == 20 for each in schemas)
-    assert {row["batches"] for row in table.rows} == {"10"} and len(table.rows) == 2 * (4 + 3)
-    for row in table.rows:
-        low, middle, high = (float(row[f"speedup{end}"]) for end in ("_low", "", "_high"))
-        assert low <= middle <= high and (low < high or row["configuration"] == PLAIN)
-    assert capsys.readouterr().out.count("quartiles of 10 answers") == len(table.rows)
-
-
-def test_a_file_before_an_edit_has_another_name_and_other_lines():
-    found = {request_keys.before_the_edit(Answers.text, "word", "token", i) for i in range(9)}
-    assert len(found) == 9
-    for text in found:
-        lines = text.split("\n")
-        assert "word" not in text and len(lines) == 40
-        assert len(set(lines) - {f"    token = {i}" for i in range(40)}) == 1
-
-
-def test_entropies_of_verdicts_are_drawn_and_averaged(tmp_path):
-    rows = [
-        {
-            "way": way, "temperature": 0.0, "question": 0, "category": "math", "turn": turn,
-            "drafted": 2, "accepted": turn - 1, "entropy_accepted": 0.5,
-            "entropy_rejected": float("nan"),
-        }
-        for way in entropies.WAYS
-        for turn in (1, 2)
-    ]  # fmt: skip
-    entropies.draw(rows, tmp_path / "entropies.png")
-    assert (tmp_path / "entropies.png").read_bytes().startswith(b"\x89PNG")
-    assert list(entropies.summary(rows, "turn"))[2] == f"| {entropies.WAYS[0]}, 0 | 1.00 | 2.00 |"

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.marks import slow
 
 from benchmarks.gpu import pit
 from benchmarks.gpu.faults import FAULTS, Step
@@ -58,6 +59,6 @@ def test_a_fault_is_found_with_65536_tokens(fault):
     assert p_value(fault, seed=0) < pit.REJECTED
 
 
-@pytest.mark.slow
-def test_sound_samplers_pass():
-    assert min(p_value(None, seed) for seed in range(20)) > pit.PASSES
+@pytest.mark.parametrize("seed", [0, *slow(range(1, 20))])
+def test_sound_samplers_pass(seed):
+    assert p_value(None, seed) > pit.PASSES

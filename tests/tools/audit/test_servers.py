@@ -1,61 +1,15 @@
 """`vllm-hsd verify --url`: servers whose model is a table, and slow: real ones."""
 
-import json
-from contextlib import AbstractContextManager
-
 import numpy as np
 import pytest
 import torch
-from support import stand_in_servers
 from support.openai_server import running_server
 from support.soak_servers import two_models
-from support.stand_in_servers import VOCABULARY, listening, logprobs_after
+from support.stand_in_servers import stand_in
 
+from vllm_hsd.tools.audit.other_servers import connect
 from vllm_hsd.tools.audit.quantiles import token_ranges
 from vllm_hsd.tools.audit.servers import kept_probabilities, token_range
-
-
-class VllmHandler(stand_in_servers.Handler):
-    """vLLM's protocol."""
-
-    max_logprobs = 20
-    sends_token_ids = True
-    ends = b"data: [DONE]\n\n"
-
-    def do_GET(self):
-        models = {"data": [{"id": "markov"}]}
-        self.answer({"/v1/models": models, "/version": {"version": "0"}}[self.path])
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
-            self.answer({"tokens": [len(text) % VOCABULARY, 3]})
-        elif body.get("stream"):
-            for new in self.steps(body["prompt"][-1], body["max_tokens"], body, body.get("seed")):
-                self.event({"choices": [{"token_ids": new if self.sends_token_ids else None}]})
-            self.wfile.write(self.ends)
-        elif body["prompt_logprobs"] > self.max_logprobs:
-            self.send_response(400)
-            self.end_headers()
-            self.wfile.write(b"prompt_logprobs is above max_logprobs")
-        else:
-            self.answer({"choices": [{"prompt_logprobs": likeliest(body)}]})
-
-
-def likeliest(body: dict) -> list:
-    """vLLM's `prompt_logprobs`."""
-    rows: list = [None]
-    for last, token in zip(body["prompt"], body["prompt"][1:], strict=False):
-        every = logprobs_after(last, VOCABULARY)
-        kept = dict(every[: body["prompt_logprobs"]]) | {token: dict(every)[token]}
-        rows.append({str(each): {"logprob": logprob} for each, logprob in kept.items()})
-    return rows
-
-
-def markov_server(**attributes) -> AbstractContextManager[str]:
-    """URL of a server whose every token is the likeliest one, `wrong` of the time more than due."""
-    return listening(type("Speaking", (VllmHandler,), attributes))
 
 
 @pytest.mark.parametrize("top_p", [None, 0.6, 0.95])
@@ -77,29 +31,37 @@ def test_ranges_are_those_of_whole_rows(top_p):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_server_that_follows_the_target_passes(judged, capsys):
-    with markov_server() as url, markov_server() as plain_url:
-        options = ("--temperatures", "0,1", "--top-p", "0.9,1", "--tokens", "4096")
-        status, found = judged(url, plain_url, *options)
-    assert status == 0 and found["lossless"] and found["servers"] == [url, plain_url]
+@pytest.mark.parametrize("owner", ["vllm", "sglang", "llamacpp"])
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+def test_a_server_passes_if_it_follows_the_target(judged, capsys, owner, wrong):
+    top_p = () if owner == "sglang" else ("--top-p", "0.9,1")
+    options = ("--temperatures", "0,1", *top_p, "--tokens", "4096")
+    with stand_in(owner, wrong) as url, stand_in(owner) as plain:
+        status, found = judged(url, plain, *options)
     page = capsys.readouterr().out
-    assert "equal to no speculation" in page and "temperature 1, top-k 16, top-p 0.9" in page
+    assert found["greedy"]["passed"] and found["servers"] == [url, plain]
+    assert found["sampled"]["tokens"] == 4096 * (2 if top_p else 1)
+    assert ("temperature 1, top-k 16, top-p 0.9" in page) is bool(top_p)
+    if wrong:
+        assert status == 1 and "follows the target" in found["verdict"]
+        assert "NOT LOSSLESS" in page and "FAILS" in page and not found["lossless"]
+    else:
+        assert status == 0 and found["lossless"] and "equal to no speculation" in page
 
 
-def test_a_server_that_does_not_is_found(judged, capsys):
-    with markov_server(wrong=0.1) as url, markov_server() as plain_url:
-        status, found = judged(url, plain_url, "--temperatures", "1", "--tokens", "4096")
-    assert status == 1
-    assert not found["lossless"] and "follows the target" in found["verdict"]
-    page = capsys.readouterr().out
-    assert "NOT LOSSLESS" in page and "FAILS" in page
+@pytest.mark.parametrize("incremental", [False, True])
+def test_tokens_of_both_ways_of_streaming(incremental):
+    with stand_in("sglang", incremental=incremental) as url:
+        params = {"temperature": 1.0, "top_k": 16, "max_tokens": 24, "seed": 5}
+        found = connect("--url", url).generate([[4, 3]], params)
+    assert len(found.token_ids[0]) == 24 == sum(found.step_lengths[0])
 
 
 @pytest.mark.parametrize(
     ("ends", "reason"), [(b"", "no end"), (b'data: {"cho', "Unterminated"), (b"data: [1]\n\n", "")]
 )
 def test_an_answer_that_breaks_off_is_no_verdict(ends, reason, judged, capsys):
-    with markov_server(ends=ends) as url, markov_server() as plain_url:
+    with stand_in("vllm", ends=ends) as url, stand_in("vllm") as plain_url:
         assert judged(url, plain_url, "--temperatures", "1", "--tokens", "64") == (2, {})
     said = capsys.readouterr().err
     assert f"--url '{url}' broke off an answer ({reason}" in said and "Traceback" not in said
@@ -144,9 +106,12 @@ def test_mistakes_are_named(error):
         assert f"{alone} {option[0]}." in error("--self-test", *option)
     assert "leave out --speculative-config" in error(*both, "--speculative-config", "{}")
     assert "is not a URL" in error("--url", "localhost", "--plain-url", "localhost")
-    with markov_server(sends_token_ids=False) as url:
+    with stand_in("vllm", sends_token_ids=False) as url:
         message = error("--url", url, "--plain-url", url, "--temperatures", "1")
         assert "answers with no token ids: is it a server of vLLM?" in message
-    with markov_server() as url, markov_server(max_logprobs=5) as plain_url:
+    with stand_in("vllm") as url, stand_in("vllm", max_logprobs=5) as plain_url:
         message = error("--url", url, "--plain-url", plain_url, "--temperatures", "1")
         assert "start it with --max-logprobs 20" in message
+    with stand_in("sglang") as url:
+        message = error("--url", url, "--plain-url", url, "--top-p", "0.9", "--temperatures", "1")
+        assert "leave out --top-p below 1" in message

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.command_line import run
 
-from benchmarks.paper_tables import assumptions
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.tools.planner.predict import Selection
@@ -189,15 +188,3 @@ assert not {"torch", "transformers", "vllm"} & sys.modules.keys()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert served(done.stdout)[0] == serve_command("")[0] and (tmp_path / "cascade.json").exists()
-
-
-def test_assumptions_change_nothing_where_they_hold(profile):
-    """Rates without tables are independent acceptance; calls of one price are constant costs."""
-    flat = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]]) for ms in (1.0, 0.05, 4.0, 10.0)]
-    held = profile.model_copy(update={"latencies": Latencies(forward=flat)})
-    for row in assumptions.table(held, 2):
-        name, *settings = row.values()
-        assert name and settings == pytest.approx([settings[0]] * 4)
-    row = next(iter(assumptions.table(profile, 1)))
-    # A fully accepted draft leaves two tokens to compute, which is dearer than one.
-    assert row["real_acceptance_constant_costs"] < row["real_acceptance_real_costs"]

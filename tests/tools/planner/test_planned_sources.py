@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from support.simulated_serving import Guess, Serving, cpu
 
 from benchmarks.common import MODELS
 from vllm_hsd.cascade.counters import Count
@@ -46,10 +45,6 @@ def engine_of(models, levels, lengths):
     drafters = [lowest.fresh(), *map(HuggingFaceLevel, above)]
     options = [LevelOptions(length) for length in lengths]
     return ReferenceEngine(HuggingFaceLevel(models.target), drafters, options)
-
-
-def test_parts_are_shared(models):
-    assert models.models[TOGETHER].lookups == models.models[:TOGETHER]
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -148,32 +143,3 @@ def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, mea
             served = len(contexts) * (TOKENS - 1) / steps
             found = predict(Selection(levels, lengths), sets, output_tokens=TOKENS)
             assert found.tokens_per_step == pytest.approx(served, rel=0.05)
-
-
-class Together(LookupChoice):
-    """Two guesses in the simulation."""
-
-    def start(self, texts, clock, seed):
-        for more, lookup in enumerate(self.lookups):
-            lookup.start(texts, clock, seed + more)
-        self.last_estimates = np.full((len(texts), 8), np.nan)
-
-    def lookup(self, texts, requested):
-        found = super().lookup(texts, requested)
-        self.last_estimates[texts.rows, : found.confidence.shape[1]] = found.estimates
-        return found
-
-
-def test_prices_of_cheap_tokens_hardly_change_the_goodput():
-    """On counted time: a budget lets tokens go that do not pay, the replay drafts them."""
-
-    def served(priced):
-        lookups = [Guess(0.6, found=0.5), Guess(0.3, confidence=0.3)]
-        serving = Serving(cpu, [Together(lookups, 0.05)], fixed=None if priced else (8,), noise=0.0)
-        serving.run(200)
-        goodput = serving.run(1500)
-        return goodput, np.mean(serving.lengths)
-
-    (priced, shorter), (free, longer) = served(True), served(False)
-    assert free == pytest.approx(priced, rel=0.02)
-    assert shorter < longer

@@ -1,35 +1,20 @@
 """The replayed prompt lookup against vLLM's own, and its acceptance along texts."""
 
-import ast
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
+from vllm.v1.spec_decode import ngram_proposer
 
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.tools.lookup_level import LookupLevel
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup, propose, replay
 from vllm_hsd.tools.planner.survival import lookup_table
 
-
-@pytest.fixture(scope="module")
-def of_vllm():
-    """vLLM's own matcher without its compiler, from the installed file; vLLM is not imported."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    source = Path(spec.origin).parent / "v1" / "spec_decode" / "ngram_proposer.py"
-    name = "_find_longest_matched_ngram_and_propose_tokens"
-    tree = ast.parse(source.read_text())
-    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
-    function.decorator_list = []
-    names = {"np": np}
-    exec(compile(ast.Module([function], []), str(source), "exec"), names)
-    return names[name]
+# Without its compiler.
+of_vllm = ngram_proposer._find_longest_matched_ngram_and_propose_tokens.py_func
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (1, 4), (2, 3)])
-def test_proposals_are_those_of_vllm(of_vllm, shortest, longest):
+def test_proposals_are_those_of_vllm(shortest, longest):
     rng = np.random.default_rng(0)
     found = 0
     for _ in range(400):

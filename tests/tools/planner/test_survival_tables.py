@@ -73,11 +73,3 @@ def test_survival_by_position_counts_the_rounds_along_the_texts_exactly(verifier
             assert rounds[n - 1, wanted - 1] == pytest.approx(exact, abs=1e-12)
     # Negative control: one row for all positions.
     assert abs(without_position[0, 3] - rounds_along(ratios, 1, 4, verifier)) > 0.1
-
-
-def test_block_verification_never_accepts_less():
-    ratios = np.log(np.random.default_rng(2).uniform(0.2, 3, size=(50, 30)))
-    better, worse = (
-        survival.survival_along(survival.windows(ratios, 8), each) for each in survival.VERIFIERS
-    )
-    assert np.all(better >= worse - 1e-12)

@@ -109,11 +109,3 @@ def test_equal_models_accept_everything(models, sampling):
     assert generation.accepted == generation.drafted > 0
     counts = generation.counts.rows
     assert (counts[:, Count.accepted] == counts[:, Count.drafted]).all()
-
-
-def test_generation_ends_with_eos(models):
-    engine = engine_of(models, "cascade")
-    free = engine.generate(PROMPT, LENGTH, temperature=0).token_ids
-    eos = free[LENGTH // 2]
-    ended = engine.generate(PROMPT, LENGTH, temperature=0, eos_token_id=eos).token_ids
-    assert ended == free[: free.index(eos) + 1]
