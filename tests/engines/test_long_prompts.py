@@ -1,18 +1,17 @@
-"""Prompts of several thousand tokens, windows, embeddings: greedy text equals no speculation."""
+"""Prompts of several thousand tokens, of embeddings too: greedy text equals no speculation."""
 
 import pytest
 import torch
 from engines.test_level_kinds import EXIT_HEAD, HEAD, LOOKUP, MID, SECOND, SMALL, THREE, TWO, filled
 from support.engines import alike, run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
-from support.tiny_models import with_sliding_window
 from transformers import AutoModelForCausalLM
 
 from vllm_hsd.tools.audit.tiny_models import Family, build_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-VOCABULARY, WINDOW = 64, 200
+VOCABULARY = 64
 # Some repeat a phrase, for lookups; the last begins like the first.
 PROMPTS = [
     *([(7 * i + j * j + j % 13) % 60 + 2 for j in range(n)] for i, n in enumerate((4100, 2047, 5))),
@@ -65,14 +64,6 @@ def long_family(tmp_path_factory) -> Family:
 
 
 @pytest.fixture(scope="module")
-def windowed(long_family, tmp_path_factory) -> dict[str, str]:
-    """The drafters, each with a sliding window."""
-    directory, drafters = tmp_path_factory.mktemp("windowed"), ("mid", "small")
-    models = {name: getattr(long_family, name) for name in drafters}
-    return {n: with_sliding_window(path, directory / n, WINDOW) for n, path in models.items()}
-
-
-@pytest.fixture(scope="module")
 def files(long_family, tmp_path_factory) -> LevelFiles:
     directory = tmp_path_factory.mktemp("files")
     return write_level_files(long_family.target, directory, VOCABULARY, trained=True)
@@ -106,13 +97,6 @@ def check(family: Family, plain: dict, arguments: dict) -> None:
 @pytest.mark.parametrize("name", CASCADES)
 def test_long_prompts(long_family, files, plain, name):
     check(long_family, plain, configured(name, long_family, files))
-
-
-@pytest.mark.parametrize("place", ["both", "lowest", "top"])
-def test_levels_with_a_sliding_window(long_family, windowed, plain, place):
-    small = windowed["small"] if place != "top" else long_family.small
-    mid = windowed["mid"] if place != "lowest" else long_family.mid
-    check(long_family, plain, cascade({"model": small, "num_tokens": 3}, {"model": mid}))
 
 
 @pytest.mark.parametrize("name", ["eagle3", "adaptive", "models", "n-grams", "sources"])
