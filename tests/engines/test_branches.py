@@ -21,24 +21,12 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.host.branch_caches import BranchCaches
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.tools import system
-from vllm_hsd.tools.audit.tiny_models import EOS
 
 SIZE, LENGTH = 32, 5
 BASE = {"block_size": SIZE, "max_model_len": 512}
 PROMPTS = [random.Random(i).choices(range(2, 62), k=4 + 9 * i) for i in range(12)]
 SHARED = [[(j * j + j // 7) % 60 + 2 for j in range(70)] + [i + 2, 3] for i in range(6)]
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
-SAMPLED = {"temperature": 0.9, "max_tokens": 30}
-STOPS = {"ignore_eos": False, "logit_bias": {EOS: 4.0}}
-PROCESSED = [
-    {**GREEDY, **PENALTIES},
-    {**GREEDY, "bad_words_ids": [[5], [7, 9], [3, 3]]},
-    {**GREEDY, **STOPS, "min_tokens": 16},
-    {**GREEDY, **STOPS},
-    {**GREEDY, "logprobs": 3, "presence_penalty": 0.5},
-    {**GREEDY, "logprobs": 0},
-]
 JOBS = {
     "batch 1": {"prompts": PROMPTS[3:4], "params": GREEDY},
     "batch 12": {"prompts": PROMPTS, "params": GREEDY},
@@ -54,14 +42,15 @@ JOBS = {
         "prompts": PROMPTS[:6],
         "params": [{**GREEDY, "max_tokens": 1 + i} for i in range(6)],
     },
-    # Their texts are those without speculation, too.
+    # Their texts are those without speculation, too; with penalties they have one row.
     **{f"seeded, {name}": job for name, job in engines.SEEDED_JOBS.items()},
     "several": {
         "prompts": PROMPTS[:3],
-        "params": [{**GREEDY, **SAMPLED, "seed": i, "n": 2 + i % 2} for i in range(3)],
+        "params": [
+            {**GREEDY, "temperature": 0.9, "max_tokens": 30, "seed": i, "n": 2 + i % 2}
+            for i in range(3)
+        ],
     },
-    # They have one row, next to requests with several.
-    "processors": {"prompts": PROMPTS[:6] + PROMPTS[:3], "params": PROCESSED + [GREEDY] * 3},
 }
 LOOKUPS = {"ngram": {"max": 3}}, {"ngram": {"max": 1}}
 

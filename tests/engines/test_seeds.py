@@ -1,9 +1,11 @@
 """Greedy and seeded texts are those of vLLM without speculation, whatever is drafted, and how."""
 
 import pytest
+import torch
 from support.cascades import DRAWN, configuration, stock
-from support.engines import differing, ids, run_engine
+from support.engines import alike, differing, ids, run_engine
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
+from transformers import AutoModelForCausalLM
 
 COUNT, EOS = 12, 1
 # Some prompts begin with the same block of the cache.
@@ -57,6 +59,10 @@ JOBS = {
         "prompts": PROMPTS,
         "params": [{**GREEDY[0], "max_tokens": 1 + i % 4} for i in range(COUNT)],
     },
+    "prompt logprobs": {
+        "prompts": PROMPTS[:4],
+        "params": [{**GREEDY[0], "prompt_logprobs": 2 * (i % 2), "logprobs": 2} for i in range(4)],
+    },
     "max_model_len": {"prompts": FULL, "params": {**GREEDY[0], "max_tokens": 400}},
 }
 SHAPES = {
@@ -108,7 +114,9 @@ def plain(family) -> dict:
 def wrong(results: dict, plain: dict) -> set[str]:
     """Jobs with an output that is not plain vLLM's, but for those sampled without a seed."""
     certain = {name: result for name, result in results.items() if name != "no seeds"}
-    return {name for name, i in differing(certain, plain) if i != COUNT + 1}
+    found = {name for name, i in differing(certain, plain) if i != COUNT + 1}
+    key = "prompt_logprobs"
+    return found | {n for n in certain if not alike(results[n][key], plain[n][key], 1e-3)}
 
 
 @pytest.mark.parametrize(
@@ -184,6 +192,26 @@ def test_under_stock_drafters_too(family, files, plain, method, shape):
     results = run_engine(engine, JOBS)
     assert not wrong(results, plain)
     assert sum(r["counters"]["spec_decode_num_accepted_tokens"] for r in results.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "adaptive"), [("eagle3", False), ("three", False), ("sources", True), ("ngram", False)]
+)
+def test_prompts_of_embeddings(family, files, name, adaptive):
+    """Levels see token ids only, and embeddings have none: poor drafts, the same text."""
+    weights = AutoModelForCausalLM.from_pretrained(family.target).model.embed_tokens.weight
+    embedded = [{"prompt_embeds": weights[torch.tensor(p)].detach()} for p in PROMPTS[:3]]
+    jobs = {
+        "embedded": {"prompts": embedded, "params": GREEDY[:3]},
+        "mixed": {
+            "prompts": [PROMPTS[1], embedded[0], PROMPTS[3], embedded[2]],
+            "params": GREEDY[0],
+        },
+    }
+    engine = {"model": family.target, **SHAPES["in chunks"], "enable_prompt_embeds": True}
+    speculative = cascade(*levels(name, family, files), adaptive=adaptive)
+    assert not wrong(run_engine({**engine, **speculative}, jobs), run_engine(engine, jobs))
 
 
 def test_a_draw_of_another_position_is_seen(family, files, plain):
