@@ -18,6 +18,7 @@ JOBS = {
     "max_model_len": {"prompts": PROMPTS[::4], "params": {**GREEDY, "max_tokens": 400}},
     "sampled": {"prompts": PROMPTS, "params": SAMPLED},
     "sampled, prefix cache": {"prompts": PROMPTS, "params": SAMPLED},
+    **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SAMPLED} for i in range(4)},
 }
 # A request ends with its first token, which cannot be known when its draft is requested.
 EVERY = list(range(64))

@@ -132,7 +132,6 @@ def plain(small_vocabulary) -> list:
 
 def check_samples(name: str, target: str, result: dict) -> None:
     assert result["counters"]["spec_decode_num_draft_tokens"] > 0
-    assert (result["counters"]["num_preemptions"] > 0) == (name == PREEMPTING)
     # A head alone is vLLM's own drafter, which has no levels.
     *below, _ = result["levels"] or [None]
     # Tokens that are passed on unverified count as those of the level whose draft is verified.
@@ -140,6 +139,7 @@ def check_samples(name: str, target: str, result: dict) -> None:
     if name in MODELS:
         shares = [level["accepted"] / level["drafted"] for level in result["levels"]]
         assert 0.1 < min(shares) <= max(shares) < 0.95
+        assert (result["counters"]["num_preemptions"] > 0) == (name == PREEMPTING)
     found = p_values(target, cases_of(name), result)
     assert min(found.values()) > SIGNIFICANCE, found
 

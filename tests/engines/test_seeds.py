@@ -162,7 +162,7 @@ ON_GPUS += [(name, "lengths at random") for name in ("suffix", "two models", "he
     ("name", "how"),
     [ON_GPUS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_GPUS[1:])],
 )
-def test_fixed_schedules_do_so_too(as_on_gpus, family, plain, name, how):
+def test_fixed_schedules_change_no_text(as_on_gpus, family, plain, name, how):
     """Preempted, with prompts in chunks and requests that sit a step out."""
     config = {**configuration(name, family), "adaptive": how == "lengths at random"}
     jobs = {job: JOBS[job] for job in ("join and leave", "greedy", "max_model_len")}
@@ -172,7 +172,8 @@ def test_fixed_schedules_do_so_too(as_on_gpus, family, plain, name, how):
     assert sum(result["counters"]["num_preemptions"] for result in results.values()) > 0
     for result in results.values():
         accepted = result["counters"]["spec_decode_num_accepted_tokens"]
-        assert result["levels"][-1]["accepted"] == accepted > 0
+        assert result["levels"][-1]["accepted"] == accepted
+    assert any(result["levels"][-1]["accepted"] for result in results.values())
 
 
 STOCK = [(m, s) for m in ("ngram", "draft_model", "eagle3") for s in SHAPES]
