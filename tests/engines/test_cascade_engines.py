@@ -71,10 +71,8 @@ def test_a_slot_that_is_used_again_remembers_nothing(family):
 @pytest.mark.parametrize("what", ["steps without drafts", *slow("passes that are skipped")])
 def test_levels_have_read_every_step(what, fault, as_on_gpus, family):
     """Also those in which nothing pays, by CUDA graphs, or a target would reject its own drafts."""
-    params, model = (
-        {"temperature": 1, "max_tokens": 60, "ignore_eos": True},
-        {"model": family.target},
-    )
+    params = {"temperature": 1, "max_tokens": 60, "ignore_eos": True}
+    model = {"model": family.target}
     level, adaptive, patch, control = {
         "steps without drafts": (model, True, "install", "leave_unread"),
         # The lookup next to the model finds nothing.
