@@ -16,7 +16,6 @@ LONGEST = (
     "test_serve.py",
     "test_verify.py",
     "test_level_checks.py",
-    "test_sampled_distribution.py",
     "test_cascade_exact.py",
     "test_level_kinds.py",
     "test_adaptive.py",
@@ -25,12 +24,11 @@ LONGEST = (
     "test_seeds.py",
     "test_draft_budget.py",
     "test_damaged_drafters.py",
-    "test_stop_strings_and_grammars.py",
+    "test_forced_tokens.py",
     "test_mrope.py",
     "test_wheel.py",
     "test_gpu_proof.py",
     "test_hooks.py",
-    "test_greedy_equality.py",
 )
 WITH_ENGINES = ("engines", "host", "robustness", "cli", "test_engine.py")
 

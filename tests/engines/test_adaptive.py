@@ -10,7 +10,6 @@ from support.level_files import cascade
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SAMPLED = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}
-SEEDED = [{**SAMPLED, "seed": 100 + i} for i in range(4)]
 
 JOBS = {
     "batch": {"prompts": PROMPTS, "params": GREEDY},
@@ -19,8 +18,7 @@ JOBS = {
     "max_model_len": {"prompts": PROMPTS[::4], "params": {**GREEDY, "max_tokens": 400}},
     "sampled": {"prompts": PROMPTS, "params": SAMPLED},
     "sampled, prefix cache": {"prompts": PROMPTS, "params": SAMPLED},
-    **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SEEDED[i]} for i in range(4)},
-    "together": {"prompts": PROMPTS[:8], "params": SEEDED + [SAMPLED] * 4},
+    **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SAMPLED} for i in range(4)},
 }
 # A request ends with its first token, which cannot be known when its draft is requested.
 EVERY = list(range(64))
@@ -59,15 +57,14 @@ def run_after_start(llm, jobs: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def results(family) -> dict[str, dict]:
-    """Of copies of the target, of the real budget, and of sources that take turns with no draft."""
+    """Of copies of the target that take turns with no draft, and of the real budget."""
     lookup, small, three = {"ngram": {"max": 3}}, {"model": family.small}, {"num_tokens": 3}
     learned = adaptive(lookup | three, small | three, {"model": family.mid})
-    sources = adaptive({"sources": [lookup, small]})
-    target = {"model": family.target}
+    engine = {"model": family.target, **learned}
+    jobs = {name: JOBS[name] for name in GREEDY_JOBS}
     return {
         "copies": run_copies(family, SWITCHING),
-        "learned": run_engine({**target, **learned}, JOBS, work=run_after_start),
-        "sources": run_engine({**target, **sources}, JOBS, patch=SWITCHING),
+        "learned": run_engine(engine, jobs, work=run_after_start),
     }
 
 
@@ -76,7 +73,7 @@ def test_levels_with_passes_are_timed_before_there_are_requests(results):
 
 
 @pytest.mark.parametrize("job", GREEDY_JOBS)
-@pytest.mark.parametrize("engine", ["copies", "learned", "sources"])
+@pytest.mark.parametrize("engine", ["copies", "learned"])
 def test_same_tokens_as_without_speculation(plain, engine, job, results):
     assert ids(results[engine][job]) == ids(plain[job])
 
@@ -124,12 +121,6 @@ def test_a_model_among_sources_reads_a_prefix_that_another_request_has_left_unre
     level = results["read"]["levels"][-1]
     assert level["drafted"] > 0
     assert (level["accepted"] < level["drafted"]) == forgets
-
-
-@pytest.mark.parametrize("engine", ["copies", "learned", "sources"])
-def test_sampled_requests_with_a_seed_repeat_at_any_load(engine, results):
-    expected = [ids(results[engine][f"alone {i}"])[0] for i in range(4)]
-    assert ids(results[engine]["together"])[:4] == expected
 
 
 @pytest.mark.slow

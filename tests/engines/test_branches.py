@@ -1,6 +1,5 @@
 """Several drafts of a request in one pass: texts, caches and distributions as without them."""
 
-import itertools
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -22,23 +21,12 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.host.branch_caches import BranchCaches
 from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.tools import system
-from vllm_hsd.tools.audit.tiny_models import EOS
 
 SIZE, LENGTH = 32, 5
 BASE = {"block_size": SIZE, "max_model_len": 512}
 PROMPTS = [random.Random(i).choices(range(2, 62), k=4 + 9 * i) for i in range(12)]
 SHARED = [[(j * j + j // 7) % 60 + 2 for j in range(70)] + [i + 2, 3] for i in range(6)]
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
-STOPS = {"ignore_eos": False, "logit_bias": {EOS: 4.0}}
-PROCESSED = [
-    {**GREEDY, **PENALTIES},
-    {**GREEDY, "bad_words_ids": [[5], [7, 9], [3, 3]]},
-    {**GREEDY, **STOPS, "min_tokens": 16},
-    {**GREEDY, **STOPS},
-    {**GREEDY, "logprobs": 3, "presence_penalty": 0.5},
-    {**GREEDY, "logprobs": 0},
-]
 JOBS = {
     "batch 1": {"prompts": PROMPTS[3:4], "params": GREEDY},
     "batch 12": {"prompts": PROMPTS, "params": GREEDY},
@@ -54,8 +42,15 @@ JOBS = {
         "prompts": PROMPTS[:6],
         "params": [{**GREEDY, "max_tokens": 1 + i} for i in range(6)],
     },
-    # They have one row, next to requests with several.
-    "processors": {"prompts": PROMPTS[:6] + PROMPTS[:3], "params": PROCESSED + [GREEDY] * 3},
+    # Their texts are those without speculation, too; with penalties they have one row.
+    **{f"seeded, {name}": job for name, job in engines.SEEDED_JOBS.items()},
+    "several": {
+        "prompts": PROMPTS[:3],
+        "params": [
+            {**GREEDY, "temperature": 0.9, "max_tokens": 30, "seed": i, "n": 2 + i % 2}
+            for i in range(3)
+        ],
+    },
 }
 LOOKUPS = {"ngram": {"max": 3}}, {"ngram": {"max": 1}}
 
@@ -175,33 +170,12 @@ def test_samples_follow_the_target(small_vocabulary, verifier, count):
             assert min(found.values()) < SIGNIFICANCE, found
 
 
-def test_seeded_texts_are_those_of_plain_vllm(family, seeded_tokens):
-    jobs = engines.SEEDED_JOBS
-    drawn = zip(engines.PROMPTS * 2, itertools.chain(*seeded_tokens.values()), strict=True)
-    oracle = Oracle([prompt + text for prompt, text in drawn], 64, seed=3)
-    results, seen = served({"model": family.target, **cascade(branches=3)}, oracle, jobs)
-    assert {name: ids(result) for name, result in results.items()} == seeded_tokens
-    assert seen["won"] > 3
-
-
 def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
     """Several KV-cache groups, which share the memory of their layers."""
     target, _ = write_models("Gemma2", tmp_path)
     jobs = {"text": {"prompts": PROMPTS[:6], "params": {**GREEDY, "max_tokens": 40}}}
     _, seen = compared({"model": target}, jobs)
     assert seen["won"] > 10 and seen["groups"] > 1
-
-
-def test_a_request_with_a_grammar_has_one_row(text_family):
-    prompts = [[random.Random(i).randrange(3, 200) for _ in range(6)] for i in range(4)]
-    params = {"temperature": 0, "max_tokens": 24}
-    params["structured_outputs"] = {"regex": "(ab|cd|ef|gh){4,12}x"}
-    jobs = {"grammar": {"prompts": prompts, "params": params}}
-    engine = {"model": text_family.target, "skip_tokenizer_init": False}
-    results, seen = compared(engine, jobs, vocabulary=200)
-    assert seen["won"] == 0 and seen["one row"] > 5
-    # Most of it is forced by the grammar, and counted as such.
-    assert results["grammar"]["counters"]["spec_decode_num_accepted_tokens"] > 5
 
 
 def test_what_cannot_host_branches_is_refused(family):
@@ -224,33 +198,6 @@ OTHERS = [random.Random(i).choices(range(3, 62), k=4 + 9 * i) for i in range(9)]
 SHORT = {**GREEDY, "max_tokens": 24}
 # Attention has room for three rows of each request.
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 27}
-SAMPLED = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.9}
-LETTERS = {"temperature": 0, "max_tokens": 40, "allowed_token_ids": list(range(67, 100))}
-# Requests with seeds are coupled: their texts are those without speculation, too.
-TEXTS = {
-    "stop strings": {"prompts": OTHERS, "params": {**SHORT, "stop": list("abcdefgh")}},
-    "several": {
-        "prompts": OTHERS[:3],
-        "params": [
-            {**SAMPLED, "n": 3, "seed": 1, "min_p": 0.1},
-            {**SAMPLED, "n": 2, "seed": 2, "top_p": 0.8},
-            {**SAMPLED, "n": 2, "seed": 3, "top_k": 9},
-        ],
-    },
-    # What vLLM's kernels do to logits goes by one chain.
-    "one row each": {
-        "prompts": OTHERS[:7],
-        "params": [
-            {**LETTERS, "stop": ["ab", "c", "fe", "d"]},
-            {**LETTERS, "stop": ["ab"]},
-            {**LETTERS, "bad_words": ["a", "bc", "dd"]},
-            {**LETTERS, "bad_words": ["b"]},
-            {**SAMPLED, "n": 3, "seed": 1, "min_p": 0.1, "logprobs": 2},
-            {**SAMPLED, "n": 2, "seed": 2, "top_p": 0.8, "logprobs": 0},
-            {**SAMPLED, "n": 2, "seed": 3, "top_k": 9, "presence_penalty": 0.5},
-        ],
-    },
-}
 
 
 def test_adapters_of_the_target(family, tmp_path):
@@ -294,12 +241,6 @@ def test_caches_with_blocks_of_several_sizes_have_no_branches(least):
         assert hosted.room == 1
 
 
-def test_stop_strings_bad_words_filters_and_several_sequences(text_family):
-    engine = {"model": text_family.target, "skip_tokenizer_init": False}
-    _, seen = compared(engine, TEXTS, vocabulary=100)
-    assert seen["won"] > 30
-
-
 @pytest.mark.slow
 def test_tensor_parallel_ranks(family, tmp_path):
     """Each rank copies blocks of its own heads; the drafts are those of lookups."""
@@ -319,9 +260,9 @@ def test_tensor_parallel_ranks(family, tmp_path):
     assert listed > 5 and counters["spec_decode_num_accepted_tokens"] > 100
 
 
-@pytest.mark.parametrize("patch", [None, "install", "install_free_drafts"])
+@pytest.mark.parametrize("patch", [None, "install"])
 def test_texts_of_lookups_that_adapt(patch, family, greedy_tokens, seeded_tokens):
-    """Whether nothing is cut, everything pays or prices change all the time."""
+    """Whether nothing is cut, or prices change all the time."""
     sources = {"ngram": {"min": 1, "max": 3}}, {"suffix": {"min_acceptance": 0.01}}
     engine = {"model": family.target, **BASE, "max_num_seqs": 12, "max_num_batched_tokens": 256}
     engine |= cascade(*sources, branches=3, adaptive=patch is not None)

@@ -1,21 +1,30 @@
-"""Tokens that a grammar forces: drafted in the place of drafts, and no text changes."""
+"""What needs a tokenizer: stop strings, bad words, the end of a text, grammars.
+
+Tokens that a grammar forces are drafted in the place of drafts, and no text changes.
+"""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 import xgrammar
-from engines.test_stop_strings_and_grammars import PROMPTS, TEXT
-from support.engines import ids, run_engine, run_jobs
+from support.engines import differing, ids, run_engine, run_jobs
 from support.level_files import cascade
 from support.marks import slow
-from support.odd_requests import TOKENIZER
+from support.odd_requests import EOS, LETTERS, TOKENIZER
+from support.soak_requests import CHOICES, PATTERN
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from vllm_hsd.host import forced_tokens
 from vllm_hsd.host.forced_tokens import ATTRIBUTE, FORCED, force
 
+PROMPTS = [TOKENIZER.encode(text) for text in ("abc", "def fed", "a cab a bed", "0123", "{", "cdc")]
+TEXT = {
+    "skip_tokenizer_init": False,
+    # Random models would fill their JSON with blanks.
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
 KEYS = ("the_first_of_all_keys", "another", "and_the_last")
 SCHEMA = {
     "type": "object",
@@ -25,6 +34,7 @@ SCHEMA = {
 }
 JSON = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 150}
 GREEDY, FREE = {**JSON, "temperature": 0}, {"max_tokens": 40, "temperature": 0}
+WORDS = {**FREE, "allowed_token_ids": LETTERS}
 OFF = {"extra_args": {"hsd_num_tokens": 0}}
 PARAMS: dict[str, dict | list[dict]] = {
     "greedy": GREEDY,
@@ -32,6 +42,21 @@ PARAMS: dict[str, dict | list[dict]] = {
     "few tokens": [{**GREEDY, "max_tokens": 20 + i} for i in range(6)],
     "next to others": [FREE, GREEDY] * 3,
     "off": {**GREEDY, **OFF},
+    "other grammars": [
+        {**FREE, "structured_outputs": each} for each in ({"choice": CHOICES}, {"regex": PATTERN})
+    ]
+    * 3,
+    "stop strings": [
+        {**WORDS, "stop": ["ab", "c", "fe", "dd"]},
+        {**WORDS, "stop": ["ab", "ff"], "include_stop_str_in_output": True, "min_tokens": 5},
+    ]
+    * 3,
+    "bad words": {**WORDS, "bad_words": ["a", "bc", "dd"]},
+    "end of text": [
+        {**FREE, "logit_bias": {EOS: 5.0}},
+        {**FREE, "logit_bias": {EOS: 9.0}, "min_tokens": 7},
+    ]
+    * 3,
 }
 JOBS = {name: {"prompts": PROMPTS, "params": params} for name, params in PARAMS.items()}
 JOBS["next to others"]["arrive"] = [0, 1, 2, 3, 4, 5]
@@ -64,7 +89,10 @@ def counted(llm, jobs: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def plain(text_family) -> dict:
-    return run_engine({"model": text_family.target, **TEXT}, JOBS)
+    found = run_engine({"model": text_family.target, **TEXT}, JOBS)
+    for name in ("stop strings", "end of text"):
+        assert any(output["finish"] == "stop" for [output] in found[name]["outputs"])
+    return found
 
 
 @pytest.fixture(scope="module", params=[*(n for n in LEVELS if n not in SLOW), *slow(*SLOW)])
@@ -75,8 +103,7 @@ def results(request, text_family) -> tuple[str, dict]:
 
 def test_forced_tokens_change_no_text(results, plain):
     _, found = results
-    for name in JOBS:
-        assert ids(found[name]) == ids(plain[name]), name
+    assert differing(found, plain) == []
     for output in found["greedy"]["outputs"]:
         assert list(json.loads(output[0]["text"])) == list(KEYS)
 

@@ -8,7 +8,7 @@ import pytest
 from support.engines import run_engine
 from support.level_files import LevelFiles, cascade, write_level_files
 from support.marks import slow
-from support.sampling_cases import CASES, SIGNIFICANCE, p_values, sampling_job
+from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
 from support.tiny_models import resized, with_sliding_window
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,8 +31,31 @@ FIRST, SECOND = {"early_exit": 1}, {"early_exit": 2}
 TWO, THREE, FOUR = ({"num_tokens": n} for n in (2, 3, 4))
 ENDS, UNVERIFIED, ROUNDS = {"stopping": "entropy"}, {"verifier": "none"}, {"max_rounds": 2}
 HORIZONTAL, SEVEN = {"horizontal_tokens": 1}, {"num_speculative_tokens": 7}
+LENGTH_FOUR = {"num_speculative_tokens": 4}
+# The scheduler cuts drafts and preempts requests.
+CROWDED = {"max_num_seqs": 48, "max_num_batched_tokens": 150}
+CROWDED |= {"block_size": 32, "num_gpu_blocks_override": 14}
+PREEMPTING = "two drafters, few tokens and KV blocks"
+# With every sampling parameter.
+MODELS: dict[str, tuple[list[dict], dict]] = {
+    "one drafter, block": ([MID], LENGTH_FOUR),
+    "one drafter, standard": ([MID], LENGTH_FOUR | {"verifier": "standard"}),
+    "two drafters, block": ([SMALL | TWO, MID], LENGTH_FOUR),
+    "two drafters, standard": ([SMALL | TWO, MID], LENGTH_FOUR | {"verifier": "standard"}),
+    "two drafters, coupled": ([SMALL | TWO, MID], LENGTH_FOUR | {"verifier": "coupled"}),
+    PREEMPTING: ([SMALL | TWO, MID], LENGTH_FOUR),
+    "every kind of level": (
+        [
+            {"ngram": {"max": 2}, "num_tokens": 2},
+            FIRST | THREE | {"temperature_scale": 1.2},
+            MID | ENDS | ROUNDS,
+        ],
+        HORIZONTAL,
+    ),
+}
 # Name -> (levels, other keys).
 CASCADES: dict[str, tuple[list[dict], dict]] = {
+    **MODELS,
     "ngram": ([LOOKUP | THREE, MID], {}),
     "bigram": ([{"bigram": "store"} | TWO, SMALL | THREE, MID], {}),
     "interleaved": ([SMALL | TWO, EXIT_HEAD | FOUR | UNVERIFIED, MID | UNVERIFIED], SEVEN),
@@ -59,7 +82,7 @@ CASCADES: dict[str, tuple[list[dict], dict]] = {
 }
 # Their levels are also in the others.
 SLOW = ("two early exits", "exit_head below an exit", "exit_head above a model")
-SLOW += ("five models from pairs",)
+SLOW += ("five models from pairs", "one drafter, standard", "two drafters, block")
 
 
 def filled(part: Any, family: Family, files: LevelFiles) -> Any:
@@ -81,16 +104,25 @@ FAST = [name for name in CASCADES if name not in SLOW]
 
 
 @pytest.fixture(scope="module", params=[*FAST, *slow(*SLOW)])
-def engine(request, small_vocabulary, files) -> dict:
+def engine(request, small_vocabulary, files) -> tuple[str, dict]:
+    """A name of CASCADES, and arguments."""
     levels, keys = CASCADES[request.param]
     arguments = cascade(*filled(levels, small_vocabulary, files), **keys)
-    return {"model": small_vocabulary.target, **arguments}
+    crowded = CROWDED if request.param == PREEMPTING else {}
+    return request.param, {"model": small_vocabulary.target, **arguments, **crowded}
+
+
+def cases_of(name: str) -> dict:
+    if name == PREEMPTING:
+        return LONG_CASES
+    return CASES if name in MODELS else COMPARED
 
 
 @pytest.fixture(scope="module")
 def results(engine) -> dict:
-    jobs = {"sampled": sampling_job(COMPARED, 250, MAX_TOKENS), "greedy": GREEDY}
-    return run_engine(engine, jobs)
+    name, arguments = engine
+    job = sampling_job(cases_of(name), 150 if name == PREEMPTING else 250, MAX_TOKENS)
+    return run_engine(arguments, {"sampled": job, "greedy": GREEDY})
 
 
 @pytest.fixture(scope="module")
@@ -98,25 +130,41 @@ def plain(small_vocabulary) -> list:
     return run_engine({"model": small_vocabulary.target}, {"greedy": GREEDY})["greedy"]["outputs"]
 
 
-def check_samples(small_vocabulary, result: dict) -> None:
+def check_samples(name: str, target: str, result: dict) -> None:
     assert result["counters"]["spec_decode_num_draft_tokens"] > 0
     # A head alone is vLLM's own drafter, which has no levels.
     *below, _ = result["levels"] or [None]
     # Tokens that are passed on unverified count as those of the level whose draft is verified.
     assert all(level["drafted"] > 0 or level["forwards"] > 0 for level in below)
-    found = p_values(small_vocabulary.target, COMPARED, result)
+    if name in MODELS:
+        shares = [level["accepted"] / level["drafted"] for level in result["levels"]]
+        assert 0.1 < min(shares) <= max(shares) < 0.95
+        assert (result["counters"]["num_preemptions"] > 0) == (name == PREEMPTING)
+    found = p_values(target, cases_of(name), result)
     assert min(found.values()) > SIGNIFICANCE, found
 
 
-def test_samples_follow_the_target(small_vocabulary, results):
-    check_samples(small_vocabulary, results["sampled"])
+def test_samples_follow_the_target(small_vocabulary, engine, results):
+    check_samples(engine[0], small_vocabulary.target, results["sampled"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_20000_samples_follow_the_target(small_vocabulary, engine):
-    job = sampling_job(COMPARED, 20000, MAX_TOKENS)
-    check_samples(small_vocabulary, run_engine(engine, {"sampled": job})["sampled"])
+    name, arguments = engine
+    job = sampling_job(cases_of(name), 20000, MAX_TOKENS)
+    check_samples(name, small_vocabulary.target, run_engine(arguments, {"": job})[""])
+
+
+def test_an_uncapped_final_ratio_is_caught(small_vocabulary):
+    """Negative control: the published code's fault, on 4000 samples of one case."""
+    levels = cascade({"model": small_vocabulary.mid}, num_speculative_tokens=4)
+    arguments = {"model": small_vocabulary.target, **levels}
+    cases = {"temperature 0.7": CASES["temperature 0.7"]}
+    patch = "support.biased_sampler:no_cap"
+    result = run_engine(arguments, {"sampled": sampling_job(cases, 4000)}, patch=patch)["sampled"]
+    found = p_values(small_vocabulary.target, cases, result)
+    assert min(found.values()) < SIGNIFICANCE, found
 
 
 def test_greedy_equals_no_speculation(results, plain):

@@ -4,7 +4,6 @@ import os
 from unittest import mock
 
 import pytest
-from support.adapters import write_adapter
 from support.cascades import stock
 from support.eagle3_head import write_eagle3_head
 from support.engines import AS_ON_GPUS, ids, in_process, run_engine, run_jobs
@@ -146,20 +145,6 @@ def test_next_to_a_head(family, jobs, plain, tmp_path):
     assert ids(found["greedy"]) == ids(found["none"]) == ids(plain["greedy"])
     assert found["none"]["counters"]["spec_decode_num_accepted_tokens"] == 0
     assert found["equal"]["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
-
-
-def test_adapters(family, tmp_path):
-    """One prediction under three adapters."""
-    first, second = (write_adapter(tmp_path / str(i), family.target, seed=i) for i in (1, 2))
-    lora = {"model": family.target, "enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-    adapted = {"prompts": PROMPTS[:6], "params": GREEDY, "adapters": [None, first, second] * 2}
-    expected = ids(run_engine(lora, {"a": adapted})["a"])
-    adapted |= job([GREEDY] * 6, [{"hsd_prediction": expected[1]}] * 6, PROMPTS[:6])
-    for variables in ({}, {AS_ON_GPUS: "1"}):
-        with mock.patch.dict(os.environ, variables):
-            found = run_engine({**lora, **cascade(PREDICTION)}, {"a": adapted})["a"]
-        assert ids(found) == expected
-        assert found["counters"]["spec_decode_num_accepted_tokens"] > LENGTH // 2
 
 
 REFUSED = {

@@ -1,9 +1,11 @@
-"""A seeded request gets the text of vLLM without speculation, whatever is drafted, and however."""
+"""Greedy and seeded texts are those of vLLM without speculation, whatever is drafted, and how."""
 
 import pytest
-from support.cascades import DRAWN, stock
-from support.engines import differing, run_engine
+import torch
+from support.cascades import DRAWN, configuration, stock
+from support.engines import alike, differing, ids, run_engine
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
+from transformers import AutoModelForCausalLM
 
 COUNT, EOS = 12, 1
 # Some prompts begin with the same block of the cache.
@@ -30,6 +32,10 @@ SEEDED = [
     {"max_tokens": 30, "ignore_eos": True, "temperature": 0.7 + 0.1 * (i % 6), "seed": 100 + i, **p}
     for i, p in enumerate(VARIED)
 ]
+# Of each of the processors above, too.
+GREEDY = [{**given, "temperature": 0} for given in SEEDED]
+# Some tokens are left before max_model_len, 256.
+FULL = [[(7 * i + j * j) % 60 + 2 for j in range(226 + 5 * i)] for i in range(3)]
 OTHERS = [{"max_tokens": 30, "ignore_eos": True, "temperature": i} for i in range(2)]
 MIXED = {"prompts": PROMPTS + PROMPTS[:2], "params": SEEDED + OTHERS}
 # Hot enough that no two texts agree by chance.
@@ -42,6 +48,22 @@ JOBS = {
     "join and leave": {**MIXED, "arrive": [0, 3, 5, 6, 6, 9, 1, 2, 11, 4, 4, 8, 0, 7]},
     "several": {"prompts": PROMPTS[:4], "params": {**SEVERAL, "seed": 5}},
     "no seeds": {"prompts": [PROMPTS[0]] * 4, "params": {**SEEDED[0], **UNSEEDED}},
+    "greedy": {"prompts": PROMPTS, "params": GREEDY},
+    "aborted": {
+        "prompts": PROMPTS,
+        "params": GREEDY[0],
+        "arrive": [i % 5 for i in range(COUNT)],
+        "abort": {i: 4 + i for i in range(0, COUNT, 3)},
+    },
+    "few tokens": {
+        "prompts": PROMPTS,
+        "params": [{**GREEDY[0], "max_tokens": 1 + i % 4} for i in range(COUNT)],
+    },
+    "prompt logprobs": {
+        "prompts": PROMPTS[:4],
+        "params": [{**GREEDY[0], "prompt_logprobs": 2 * (i % 2), "logprobs": 2} for i in range(4)],
+    },
+    "max_model_len": {"prompts": FULL, "params": {**GREEDY[0], "max_tokens": 400}},
 }
 SHAPES = {
     "whole": {"block_size": 32},
@@ -53,7 +75,8 @@ KINDS = (
     *("ngram", "suffix", "bigram", "bigram_model", "model", "early_exit", "exit_head", "eagle3"),
     *("sources", "three"),
 )
-FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]
+FAST = [("three", shape, False) for shape in ("whole", "preempted")]
+FAST += [("eagle3", "in chunks", False), ("sources", "preempted", True)]
 FAST += [("ngram", "in chunks"), ("draft_model", "whole")]  # under stock drafters
 SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False)]
 
@@ -81,21 +104,25 @@ def levels(name: str, family, files: LevelFiles) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def plain(family) -> dict:
-    return run_engine({"model": family.target}, JOBS)
+    found = run_engine({"model": family.target}, JOBS)
+    assert any(output["stop"] for [output] in found["greedy"]["outputs"])
+    full = zip(FULL, ids(found["max_model_len"]), strict=True)
+    assert all(len(prompt) + len(text) == 256 for prompt, text in full)
+    return found
 
 
 def wrong(results: dict, plain: dict) -> set[str]:
     """Jobs with an output that is not plain vLLM's, but for those sampled without a seed."""
-    seeded = {name: result for name, result in results.items() if name != "no seeds"}
-    return {name for name, i in differing(seeded, plain) if i != COUNT + 1}
+    certain = {name: result for name, result in results.items() if name != "no seeds"}
+    found = {name for name, i in differing(certain, plain) if i != COUNT + 1}
+    key = "prompt_logprobs"
+    return found | {n for n in certain if not alike(results[n][key], plain[n][key], 1e-3)}
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "adaptive"), [pytest.param(*case, marks=marks(case)) for case in SLOW]
 )
-def test_seeded_texts_are_those_of_vllm_without_speculation(
-    family, files, plain, name, shape, adaptive
-):
+def test_texts_are_those_of_vllm_without_speculation(family, files, plain, name, shape, adaptive):
     own = levels(name, family, files)
     if adaptive:
         # Which refuses levels of unequal scales.
@@ -110,8 +137,43 @@ def test_seeded_texts_are_those_of_vllm_without_speculation(
     )
     assert (preempted > 0) == (shape == "preempted") and hits > 0
     assert accepted > 0 or adaptive  # which may find that no draft pays
-    unseeded = results["no seeds"]["outputs"]
-    assert len({tuple(output[0]["ids"]) for output in unseeded}) == 4
+    assert len(set(map(tuple, ids(results["no seeds"])))) == 4
+    # Requests of one or two tokens draft nothing, of three tokens one, of four at most two and one.
+    few = results["few tokens"]["levels"] or [{"drafted": 0}]
+    assert few[-1]["drafted"] <= 3 * 1 + 3 * 3
+
+
+# Few blocks, and tokens for few drafts; above four requests a recorded graph takes long.
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 10}
+CROWDED |= {"max_num_batched_tokens": 24, "max_num_seqs": 4}
+# Draft lengths of a batch that change at random, and proposals by recorded graphs.
+PATCHES = {
+    "passes": None,
+    "lengths at random": "support.adversarial_depth:install_for_batches",
+    "graphs": "support.recorded_graph:serve",
+}
+CASCADES = ("suffix, model", "two models", "sources, model", "choice, model", "head, model")
+CASCADES += ("choice with a head, model", "lookup, exit, model")
+ON_GPUS = [(name, how) for name in CASCADES for how in ("passes", "graphs")]
+ON_GPUS += [(name, "lengths at random") for name in ("suffix", "two models", "head, model")]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [ON_GPUS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_GPUS[1:])],
+)
+def test_fixed_schedules_change_no_text(as_on_gpus, family, plain, name, how):
+    """Preempted, with prompts in chunks and requests that sit a step out."""
+    config = {**configuration(name, family), "adaptive": how == "lengths at random"}
+    jobs = {job: JOBS[job] for job in ("join and leave", "greedy", "max_model_len")}
+    engine = {"model": family.target, **CROWDED, "speculative_config": config}
+    results = run_engine(engine, jobs, patch=PATCHES[how])
+    assert not wrong(results, plain)
+    assert sum(result["counters"]["num_preemptions"] for result in results.values()) > 0
+    for result in results.values():
+        accepted = result["counters"]["spec_decode_num_accepted_tokens"]
+        assert result["levels"][-1]["accepted"] == accepted
+    assert any(result["levels"][-1]["accepted"] for result in results.values())
 
 
 STOCK = [(m, s) for m in ("ngram", "draft_model", "eagle3") for s in SHAPES]
@@ -131,6 +193,26 @@ def test_under_stock_drafters_too(family, files, plain, method, shape):
     results = run_engine(engine, JOBS)
     assert not wrong(results, plain)
     assert sum(r["counters"]["spec_decode_num_accepted_tokens"] for r in results.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "adaptive"), [("eagle3", False), ("three", False), ("sources", True), ("ngram", False)]
+)
+def test_prompts_of_embeddings(family, files, name, adaptive):
+    """Levels see token ids only, and embeddings have none: poor drafts, the same text."""
+    weights = AutoModelForCausalLM.from_pretrained(family.target).model.embed_tokens.weight
+    embedded = [{"prompt_embeds": weights[torch.tensor(p)].detach()} for p in PROMPTS[:3]]
+    jobs = {
+        "embedded": {"prompts": embedded, "params": GREEDY[:3]},
+        "mixed": {
+            "prompts": [PROMPTS[1], embedded[0], PROMPTS[3], embedded[2]],
+            "params": GREEDY[0],
+        },
+    }
+    engine = {"model": family.target, **SHAPES["in chunks"], "enable_prompt_embeds": True}
+    speculative = cascade(*levels(name, family, files), adaptive=adaptive)
+    assert not wrong(run_engine({**engine, **speculative}, jobs), run_engine(engine, jobs))
 
 
 def test_a_draw_of_another_position_is_seen(family, files, plain):

@@ -1,9 +1,6 @@
 """A drafter or head that is broken costs speed, never text; one that cannot be loaded is named."""
 
 import json
-import random
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from support.damage import (
     damaged_copy,
     fill,
 )
-from support.damaged_bytes import damaged
 from support.eagle3_head import write_eagle3_head
 from support.engines import ids, run_engine
 from support.exact_joint_distribution import chi_square_p_value, joint_distribution
@@ -254,24 +250,3 @@ def test_a_drafter_that_cannot_be_loaded_is_named(
     with pytest.raises(RuntimeError) as raised:
         run_engine(engine, {})
     assert_named(raised.value, f"levels[{index}]", broken)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_heads_with_random_damage_draft_or_are_named(small_vocabulary, drafters, plain, tmp_path):
-    """Bytes of config.json and of the header and some weights: it loads, or one sentence."""
-    rng, loaded = random.Random(0), 0
-    for i in range(24):
-        broken = tmp_path / f"head-{i}"
-        shutil.copytree(drafters[HEAD], broken)
-        path = Path(broken, "config.json" if i % 2 else WEIGHTS)
-        path.write_bytes(damaged(rng, path.read_bytes()))
-        engine = {"model": small_vocabulary.target, **cascade({HEAD: str(broken)})}
-        try:
-            result = run_engine(engine, {"greedy": JOBS["greedy"]})
-        except RuntimeError as error:
-            assert_named(error, "levels[0].eagle3", str(broken))
-        else:
-            loaded += 1
-            assert result["greedy"]["outputs"] == plain["greedy"]["outputs"]
-    assert 0 < loaded < 24

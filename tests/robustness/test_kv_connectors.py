@@ -72,23 +72,22 @@ def test_levels_lose_nothing_and_a_damaged_cache_no_text(family, plain, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowest", ["a model", "an early exit"])
+@pytest.mark.parametrize("lowest", ["a model", "an early exit", "a head"])
 def test_text_is_that_of_no_speculation(family, plain, tmp_path, lowest):
-    draws = {"a model": {"model": family.small}, "an early exit": {"early_exit": 1}}[lowest]
-    levels = [{**draws, "num_tokens": 2}, {"model": family.mid}]
-    found = [run(family, tmp_path, levels, horizontal_tokens=2) for _ in range(2)]
-    assert found[1]["counters"]["external_prefix_cache_hits"] == STORED
-    assert all(result["outputs"] == plain for result in found)
-    accepted = [[level["accepted"] for level in result["levels"]] for result in found]
-    assert accepted[0] == accepted[1] and min(accepted[0]) > 0
-
-
-@pytest.mark.slow
-def test_a_head_drafts_after_a_prefix_that_another_engine_has_read(family, plain, tmp_path):
-    """The target's states of the prefix are in the other engine."""
-    found = [run(family, tmp_path, [{"eagle3": head(family)}]) for _ in range(2)]
+    """Of a head too, from whose prefix the target's states are in the other engine."""
+    level, mid = {"num_tokens": 2}, {"model": family.mid}
+    levels, keys = {
+        "a model": ([{**level, "model": family.small}, mid], {"horizontal_tokens": 2}),
+        "an early exit": ([{**level, "early_exit": 1}, mid], {"horizontal_tokens": 2}),
+        "a head": ([{"eagle3": head(family)}], {}),
+    }[lowest]
+    found = [run(family, tmp_path, levels, **keys) for _ in range(2)]
     assert all(result["outputs"] == plain for result in found)
     assert all(result["counters"]["spec_decode_num_draft_tokens"] > 0 for result in found)
+    if keys:
+        assert found[1]["counters"]["external_prefix_cache_hits"] == STORED
+        accepted = [[level["accepted"] for level in result["levels"]] for result in found]
+        assert accepted[0] == accepted[1] and min(accepted[0]) > 0
 
 
 def test_levels_that_fill_their_caches_late_are_refused(family, tmp_path):

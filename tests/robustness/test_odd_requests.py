@@ -73,27 +73,27 @@ def plain(text_family):
     params=[*itertools.product(FAST, [12]), *slow((SLOW, 12), *((n, 1) for n in (*FAST, SLOW)))],
     ids=lambda param: f"{param[0]}, {param[1]} at once",
 )
-def speculated(request, text_family, tmp_path_factory) -> tuple[list, dict, dict]:
-    """Answers: to the good requests of every batch; to odd ones in their groups; all at once."""
+def speculated(request, text_family, tmp_path_factory) -> tuple[list, dict]:
+    """Answers to the good requests of every batch, and to odd ones by name."""
     name, size = request.param
     config = speculation(name, text_family, tmp_path_factory.mktemp("tables"))
-    batches = [[], *groups(size), list(TABLE)]
+    batches = [[], *groups(size)]
     jobs = {str(i): with_good(names) for i, names in enumerate(batches)}
     found = run_engine(engine(text_family, **config), jobs, work=run_odd_jobs).values()
-    *grouped, together = [
-        dict(zip(names, answers[1:-1], strict=True))
+    odd = {
+        name: answer
         for names, answers in zip(batches, found, strict=True)
-    ]
-    in_groups = {name: answer for group in grouped for name, answer in group.items()}
-    return [[answers[0], answers[-1]] for answers in found], in_groups, together
+        for name, answer in zip(names, answers[1:-1], strict=True)
+    }
+    return [[answers[0], answers[-1]] for answers in found], odd
 
 
 def test_answers_are_those_of_no_speculation(plain, speculated):
     """Token for token where plain vLLM's answer is not random, otherwise in form."""
-    _, grouped, _ = speculated
+    _, answers = speculated
     wrong = {}
     for name, odd in TABLE.items():
-        expected, got = plain[name], grouped[name]
+        expected, got = plain[name], answers[name]
         if odd.exact or isinstance(expected, dict) or isinstance(got, dict):  # refused
             sound = expected == got
         else:
@@ -111,13 +111,5 @@ def well_formed(odd, sequence: dict) -> bool:
 
 
 def test_neighbors_notice_nothing(plain, speculated):
-    good, _, _ = speculated
+    good, _ = speculated
     assert [i for i, found in enumerate(good) if found != plain["alone"]] == []
-
-
-def test_all_at_once_is_group_by_group(speculated):
-    """Seeded requests repeat in a batch of a hundred."""
-    _, grouped, together = speculated
-    for name, got in together.items():
-        if TABLE[name].params.get("seed", -1) != -1:  # vLLM reads -1 as no seed.
-            assert got == grouped[name], name

@@ -26,8 +26,12 @@ def requests(text_family):
 
 
 @pytest.fixture(scope="module")
-def bigram(tmp_path_factory) -> str:
-    return write_table(tmp_path_factory.mktemp("bigram") / "table.npz")
+def cascades(text_family, tmp_path_factory) -> dict[str, dict]:
+    directory = tmp_path_factory.mktemp("levels")
+    files = write_level_files(text_family.target, directory, VOCABULARY, trained=True)
+    table = write_table(directory / "table.safetensors")
+    three = three_levels(text_family, table)
+    return {"three levels": three, **lookups_and_heads(text_family, files)}
 
 
 @pytest.mark.timeout(3600)
@@ -64,6 +68,7 @@ def without_seeds(requests: list[SoakRequest]) -> list[SoakRequest]:
     ]
 
 
+# Of three levels: options of the server in addition to CROWDED.
 MODES: dict[str, dict] = {
     "compiled": {"enforce-eager": False},
     "one request at a time": {"max-num-seqs": 1},
@@ -73,28 +78,6 @@ MODES: dict[str, dict] = {
     "without a prefix cache": {"no-enable-prefix-caching": True},
     "two ranks": {"tensor-parallel-size": 2},
 }
-
-
-@pytest.mark.timeout(LONG + 3600)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_soak_in_other_modes(text_family, bigram, requests, tmp_path, mode):
-    config, options = three_levels(text_family, bigram), {**CROWDED, **MODES[mode]}
-    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if mode == "two ranks" else {}
-    load = {"streams": 256 if options["max-num-seqs"] == 256 else 64}
-    load["priorities"] = 3 if "scheduling-policy" in options else 1
-    with running_server(text_family.target, tmp_path, config, options, environment=ranks) as server:
-        report = soak(server, requests, LONG / 10, at_least=300, **load)
-        print(report)
-    assert_clean(report)
-
-
-@pytest.fixture(scope="module")
-def other_cascades(text_family, tmp_path_factory) -> dict[str, dict]:
-    directory = tmp_path_factory.mktemp("levels")
-    files = write_level_files(text_family.target, directory, VOCABULARY, trained=True)
-    return lookups_and_heads(text_family, files)
-
-
 # Levels and lengths then change in every step, whatever pays.
 FORCED = "forced "
 OTHERS = (
@@ -104,16 +87,21 @@ OTHERS = (
 
 
 @pytest.mark.timeout(LONG + 3600)
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path, name):
-    config, plugin = other_cascades[name.removeprefix(FORCED)], None
-    if name.startswith(FORCED):
-        plugin = "support.adversarial_depth:install"
-    with running_server(text_family.target, tmp_path, config, CROWDED, plugin=plugin) as server:
-        report = soak(server, requests, LONG / 10, at_least=300)
+@pytest.mark.parametrize("name", [*MODES, *OTHERS])
+def test_a_soak_of_other_modes_and_levels(text_family, cascades, requests, tmp_path, name):
+    options = {**CROWDED, **MODES.get(name, {})}
+    config = cascades["three levels" if name in MODES else name.removeprefix(FORCED)]
+    plugin = "support.adversarial_depth:install" if name.startswith(FORCED) else None
+    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if name == "two ranks" else {}
+    load = {"streams": 256 if options["max-num-seqs"] == 256 else 64}
+    load["priorities"] = 3 if "scheduling-policy" in options else 1
+    with running_server(text_family.target, tmp_path, config, options, plugin, ranks) as server:
+        report = soak(server, requests, LONG / 10, at_least=300, **load)
         print(report)
         metrics = server.metrics()
     assert_clean(report)
+    if name in MODES:
+        return
     assert report.preemptions > 0
     # Next to a model the suffix lookup has all of its offers, too.
     redundant = 'source="ngram"' if name == "sources" else "none"
@@ -125,15 +113,14 @@ def test_a_soak_of_other_levels(text_family, other_cascades, requests, tmp_path,
 
 @pytest.mark.timeout(3 * LONG + 3600)
 @pytest.mark.parametrize("name", ["three levels", "adaptive"])
-def test_a_long_soak_next_to_plain_vllm(
-    text_family, bigram, other_cascades, requests, tmp_path, name
-):
+def test_a_long_soak_next_to_plain_vllm(text_family, cascades, requests, tmp_path, name):
     """Two servers at once: after the first half, memory grows no faster than plain vLLM's."""
-    config = {"three levels": three_levels(text_family, bigram), **other_cascades}[name]
     for directory in ("cascade", "plain"):
         (tmp_path / directory).mkdir()
     with (
-        running_server(text_family.target, tmp_path / "cascade", config, CROWDED) as cascade,
+        running_server(
+            text_family.target, tmp_path / "cascade", cascades[name], CROWDED
+        ) as cascade,
         running_server(text_family.target, tmp_path / "plain", None, CROWDED) as plain,
         ThreadPoolExecutor(2) as pool,
     ):

@@ -4,7 +4,6 @@ import zlib
 from itertools import combinations
 
 import numpy as np
-import torch
 
 from vllm_hsd.budget.draft_budget import DraftBudget, Plan
 from vllm_hsd.cascade.level import StepLevels
@@ -15,29 +14,6 @@ FREE = np.zeros(1)
 def install() -> None:
     """Replace all learned prices, and what is selected at them, in this process."""
     DraftBudget.plan = _plan
-
-
-def install_lowest() -> None:
-    """Only level 0 drafts."""
-
-    def plan(self: DraftBudget, *_) -> Plan:
-        return Plan(FREE, StepLevels((0,), (self.levels[0].longest,)), gained=1e9)
-
-    DraftBudget.plan = plan
-
-
-def keep_rows() -> None:
-    """What levels pass on has the rows of an earlier draft."""
-    from vllm_hsd.cascade import cascade_steps
-
-    pass_on = cascade_steps.pass_on
-
-    def without_rows(state, level, longest):
-        before = state.rows[level].clone()
-        pass_on(state, level, longest)
-        state.rows[level].copy_(before)
-
-    cascade_steps.pass_on = without_rows
 
 
 def install_free_drafts() -> None:
@@ -91,34 +67,3 @@ def idle() -> None:
 
     platform.read_on_host = lambda: False
     BatchBudget.choose = lambda self, size: 0
-
-
-def force_sources() -> None:
-    """Both sources win, where the head alone would before long: it is accepted more often."""
-    from vllm_hsd.budget.source_choice import SourcesLookup
-
-    offer = SourcesLookup.offer
-
-    def forced(self, state, text):
-        offer(self, state, text)
-        slots, last = state.slot.long(), (state.end - 1).clamp(min=0).long()
-        wins = state.window[torch.arange(state.batch), last].long() % self.count
-        # Nothing that was expected has become of the others.
-        self.own[:, :, slots] = 0.0
-        self.own[0, :, slots] = -self.prior
-        self.own[0, wins, slots] = 0.0
-
-    SourcesLookup.offer = forced
-
-
-def draw_lookups() -> None:
-    """A lookup's tokens are verified as if the head had drawn them."""
-    from vllm_hsd.host.cascade_sampler import HeadSourcesSampler
-
-    right = HeadSourcesSampler.drafts
-
-    def drafts(self, draft_logits, idx_mapping):
-        found = right(self, draft_logits, idx_mapping)
-        return {**found, "draft_temperature": self.parameters.temperature}
-
-    HeadSourcesSampler.drafts = drafts

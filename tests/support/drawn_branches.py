@@ -9,7 +9,7 @@ from unittest import mock
 
 from support import hosted_branches
 from support.engines import run_jobs
-from support.hosted_branches import compare_caches, runner_of, texts_of, watched
+from support.hosted_branches import compare_caches, runner_of, watched
 
 from vllm_hsd.cascade import program
 from vllm_hsd.host import drawn_branches
@@ -65,26 +65,6 @@ def run(llm, work) -> tuple[dict[str, Any], Counter]:
         FAULTS[fault] if fault else contextlib.nullcontext(),
     ):
         return run_jobs(llm, jobs), seen
-
-
-def recorded(llm, jobs: dict) -> dict[tuple[int, ...], list[list[int]]]:
-    """Text -> the rows that were drafted after it, the chain first."""
-    runner = runner_of(llm)
-    hosted, found = runner.speculator.branches, {}
-    flat_drafts = hosted.flat_drafts
-
-    def noted(slots, window, drafts):
-        state, lookup = hosted.state, hosted.lookup
-        for b, text in enumerate(texts_of(runner, slots)):
-            rows = [state.draft_tokens[b, : state.draft_length[b]].tolist()]
-            for tokens, count in zip(lookup.branches[b], lookup.branch_counts[b], strict=True):
-                rows.append(tokens[:count].tolist())
-            found[tuple(text)] = rows
-        flat_drafts(slots, window, drafts)
-
-    with mock.patch.object(hosted, "flat_drafts", noted):
-        run_jobs(llm, jobs)
-    return found
 
 
 def difference_of_caches(llm, work) -> tuple[float, int]:

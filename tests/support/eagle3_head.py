@@ -133,9 +133,3 @@ class Reference:
         """See `guesses`; shift: positions by which the states come too late, for a control."""
         read = self.states(text).roll(shift, 0)
         return guesses(self.head, self.embedding, read, text, draft)
-
-    @torch.no_grad()
-    def logsumexp(self, text: list[int]) -> float:
-        """Of the row of the first draft token after a text."""
-        (output,) = roll_out(self.head, self.embedding, self.states(text), text, [])
-        return float(self.head.lm_head(output).logsumexp(-1))

@@ -64,25 +64,6 @@ def run_with_vllm_drafter(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
         return engines.run_jobs(llm, jobs), noted
 
 
-def note_logsumexps() -> None:
-    """Note the logsumexp of the row of the head's first draft token after each text."""
-    from vllm_hsd.host.speculator import CascadeSpeculator
-
-    propose = CascadeSpeculator.propose
-
-    def noted(self, batch, *args, **kwargs):
-        drafts = propose(self, batch, *args, **kwargs)
-        texts, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        for slot in batch.idx_mapping_np[: batch.num_reqs].tolist():
-            row = int(self.state.row_of_slot[slot])
-            if row >= 0 and self.state.draft_length[row] > 0:
-                text = texts[slot, : lengths[slot]].tolist()
-                _NOTED[tuple(text), ()] = float(self.state.lse[0][row, 0])
-        return drafts
-
-    CascadeSpeculator.propose = noted
-
-
 def shift() -> None:
     """The head reads each state a position too late."""
     from vllm_hsd.host.target_head import ProgramHead

@@ -32,3 +32,30 @@ def leave_unread() -> None:
     from vllm_hsd.host.speculator import CascadeSpeculator
 
     CascadeSpeculator._keep_up = lambda self, *args: True
+
+
+def skip_passes() -> None:
+    """Of a model next to a lookup two of three steps run the first pass alone."""
+    from vllm_hsd.budget.further_passes import FurtherPasses
+
+    turns = itertools.count(1)
+    FurtherPasses.due = lambda self: next(turns) % 3 == 0
+
+
+def leave_first_passes_unread() -> None:
+    """A first pass that runs alone gives a token and leaves the model's cache alone."""
+    from vllm_hsd.host.program_models import ProgramModel
+    from vllm_hsd.host.speculator import CascadeSpeculator
+
+    next_proposal, forward = CascadeSpeculator._next_proposal, ProgramModel.forward
+
+    def noted(self, length):
+        self.noted = next_proposal(self, length)
+        return self.noted
+
+    def unread(self, state, *args):
+        if not self.speculator.noted.every_pass:
+            state.slot_mapping.fill_(-1)
+        return forward(self, state, *args)
+
+    CascadeSpeculator._next_proposal, ProgramModel.forward = noted, unread
