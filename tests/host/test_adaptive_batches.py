@@ -1,13 +1,15 @@
-"""What the scheduler's learned draft lengths take in."""
+"""What the scheduler's learned draft lengths take in, and what a CPU's is told of each draft."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_hsd.config.cascade_config import CascadeConfig
-from vllm_hsd.config.sizes import MAX_BATCH_SIZE
 from vllm_hsd.host.adaptive import LearnedLengths, learn_lengths
+from vllm_hsd.host.draft_lengths import get_draft_tokens
 from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
 
 LIMIT = 2
@@ -67,31 +69,46 @@ def test_steps_of_decodes_count_and_others_do_not(lengths, given, observed):
     assert found == observed
 
 
-@pytest.mark.parametrize("slots", [2, 3, 32, 64, 65, 256])
-@pytest.mark.parametrize("limit", [None, 4])
-@pytest.mark.parametrize("tokens", [15, 160, 8192])
-def test_vllm_captures_the_target_for_all_lengths(as_on_gpus, slots, limit, tokens):
-    """Those of the table within its largest batch."""
+@pytest.mark.parametrize(
+    ("limit", "tokens", "most"), [(None, 8192, 64), (4, 8192, 4), (None, 160, 32), (None, 15, 3)]
+)
+def test_no_more_requests_draft_than_are_captured(as_on_gpus, limit, tokens, most):
+    """As many as are configured, at most 64, of as many tokens as torch.compile covers."""
     levels = [{"model": "a", "num_tokens": 3}, {"model": "b"}]
     keys = {"num_speculative_tokens": 8, "adaptive": True, "disable_by_batch_size": limit}
     config = object.__new__(CascadeSpeculativeConfig)
     config.hsd, config.num_speculative_tokens = CascadeConfig.parse({"levels": levels, **keys}), 8
-    scheduler_config = SimpleNamespace(
-        max_num_seqs=slots, max_num_batched_tokens=tokens, async_scheduling=True
-    )
+    given = {"max_num_seqs": 65, "max_num_batched_tokens": tokens, "async_scheduling": True}
+    scheduler_config = SimpleNamespace(**given)
     config.adapt(scheduler_config)
-    # No more than torch.compile covers the tokens of; a request feeds five at once.
-    most = min(limit or MAX_BATCH_SIZE, tokens // 5)
     table = config.num_speculative_tokens_per_batch_size
-    dense = build_dynamic_sd_schedule_lookup(table, slots, 8)
-    given = [8, 4, 2][: max(min(slots - 1, most), 1)]
-    assert set(dense[1:]) == {0, *given}
     scheduler = SimpleNamespace(
         vllm_config=SimpleNamespace(speculative_config=config, scheduler_config=scheduler_config),
-        dynamic_sd_lookup=dense,
+        dynamic_sd_lookup=build_dynamic_sd_schedule_lookup(table, 65, 8),
     )
     learn_lengths(scheduler, config)
     learned = scheduler.dynamic_sd_lookup
-    assert learned.learned.lengths == [0, *sorted(given)]
-    for size in range(1, slots + 1):
-        assert (max(learned[size] for _ in range(9)) > 0) == (size <= most)
+    assert learned.learned.lengths == [0, 2, 4, 8]
+    drafting = [size for size in range(1, 66) if max(learned[size] for _ in range(9))]
+    assert drafting == [*range(1, most + 1)]
+
+
+@pytest.mark.parametrize(
+    ("branches", "handed_over"),
+    [
+        (None, [[-1] * 3, [], []]),
+        (SimpleNamespace(listed=np.array([0, 2])), [[-1] * 2, [], []]),
+        (SimpleNamespace(listed=None), [[-1] * 4] * 3),
+    ],
+    ids=["drafts", "lists of trees, which end where the last branch does", "whole trees"],
+)
+def test_placeholders_are_cut_to_what_was_drafted(branches, handed_over):
+    """Of three requests in slots 4, 0 and 2; the second has no draft."""
+    rows = torch.tensor([-1, -1, 0, -1, 1], dtype=torch.int32)
+    state = SimpleNamespace(row_of_slot=rows, draft_length=torch.tensor([0, 3]))
+    runner = SimpleNamespace(
+        speculator=SimpleNamespace(state=state, branches=branches),
+        req_states=SimpleNamespace(req_id_to_index={"a": 4, "b": 0, "c": 2}),
+    )
+    drafts = SimpleNamespace(req_ids=["a", "b", "c"], draft_token_ids=[[-1] * 4 for _ in "abc"])
+    assert get_draft_tokens(lambda: drafts, runner).draft_token_ids == handed_over

@@ -1,10 +1,15 @@
-"""Programs against the reference cascade, on equal uniforms; their kernels as plain references."""
+"""Programs against the reference cascade, on equal uniforms; mostly with kernels' references."""
+
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from support import kernel_reference as reference
+from support.marks import slow
 from support.programs import Engine, reference_steps
+
+from vllm_hsd.cascade import cascade_steps, entropy_stopping
 
 STANDARD_ON_TOP, ENDS = ("block", "block", "standard"), {"seed": 2, "vocabulary": 7}
 PLAIN = [
@@ -53,13 +58,37 @@ CASES = [
 ON_A_CPU = [*CASES, *({**without_rounds(case), "seed": 5} for case in PLAIN[2:5])]
 
 
+BY_KERNELS = [
+    {"lengths": (2, 6), "verifiers": ("block", "standard"), "seed": 5},
+    {"lengths": (2, 6), "verifiers": ("block", "standard"), "seed": 5, "greedy": True},
+    {"lengths": (2, 6), "verifiers": ("block", "none"), "seed": 5},
+    {"lengths": (2, 6), "rounds": (4,), "stopping": ("entropy",) * 2, **ENDS},
+    *slow(
+        {"lengths": (1, 3, 7), "rounds": (2, 3), "verifiers": STANDARD_ON_TOP, "seed": 5},
+        {"lengths": (3, 8), "rounds": (4,), "verifiers": ("block", "standard"), "seed": 5},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", BY_KERNELS)
+def test_kernels_token_for_token_as_the_cascade(case):
+    check(Engine(**case), case, kernels=True)
+
+
 @pytest.mark.parametrize("case", [*CASES, *({**case, "host": True} for case in ON_A_CPU)])
 def test_token_for_token_as_the_cascade(case):
+    check(Engine(**case), case, kernels=False)
+
+
+def check(engine: Engine, case: dict, kernels: bool) -> None:
     """Up to max_model_len, with caches that only the program itself keeps up to date."""
-    engine, rng, filled = Engine(**case), np.random.default_rng(0), []
+    rng, filled = np.random.default_rng(0), []
     ends = engine.thresholds is not None and not engine.host
     tail = 0 if engine.host else case.get("horizontal_tokens", 0)
-    with reference_steps(engine) as steps:
+    if kernels and not ends:
+        # Greedy requests among the others.
+        engine.temperature[int(engine.index[0])] = 0
+    with nullcontext(cascade_steps) if kernels else reference_steps(engine) as steps:
         for _ in range(9):
             drafts = engine.propose(steps)
             assert drafts == engine.host_drafts()
@@ -68,10 +97,14 @@ def test_token_for_token_as_the_cascade(case):
                 if draft and tail and not ends:
                     mine = engine.state.rows[-1][b, : len(draft)][-tail:]
                     assert mine.equal(engine.state.rows[0][b, :tail])
-            engine.keep_some(drafts, rng, steps)
+            engine.keep_some(drafts, rng, entropy_stopping if kernels else steps)
             if ends:
-                mine = engine.thresholds.total[:, engine.index.long()]
-                torch.testing.assert_close(mine, torch.from_numpy(engine.host_thresholds.total))
+                own, theirs = engine.index.long(), engine.host_thresholds
+                assert engine.thresholds.count[:, own].tolist() == theirs.count.tolist()
+                # Kernels add entropies of float32.
+                rough = {"rtol": 1e-5, "atol": 1e-5} if kernels else {}
+                mine = engine.thresholds.total[:, own]
+                torch.testing.assert_close(mine, torch.from_numpy(theirs.total), **rough)
     longest = case["lengths"][-1]
     assert max(filled) == longest or case.get("greedy") or case.get("rounds")
     if ends:

@@ -11,7 +11,6 @@ from support.proposal_states import TableLevel
 from support.recorded_graph import RecordedGraph, capture
 
 from vllm_hsd.cascade.level import Level
-from vllm_hsd.cascade.several_drafts import other_tokens
 
 
 def rows_of(engine: Engine) -> list[list[list[int]]]:
@@ -105,23 +104,6 @@ def test_proposals_of_several_drafts_and_of_one_follow_each_other():
             assert own[0] == expected(engine, b, 0, own[0])[0]
         rows = [[row for row in own if row] or [[]] for own in rows]
         keep_any(engine, rows, random)
-
-
-def test_draws_of_rows_are_those_of_no_other_token():
-    engine, seen = Engine((3,), drafts=3), []
-    for op in engine.schedule.ops:
-        seen.append(op.draw)
-        # The tokens of the other rows that the first pass is for.
-        seen += [3, 6] if op.step == 0 else []
-    assert sorted(seen) == list(range(9)) and engine.schedule.passes == [1 + 3 * 2]
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 6])
-def test_other_tokens(count):
-    logits = torch.tensor([[5.0, 3.0, 4.0, 1.0, 2.0], [0.0, 9.0, 1.0, -2.0, 3.0]])
-    found = other_tokens(logits, torch.tensor([0, 4]), count)
-    wanted = torch.tensor([[2, 1, 4, 3, 3, 3], [1, 2, 0, 3, 3, 3]])
-    assert found.equal(wanted[:, :count])
 
 
 def test_a_graph_drafts_what_the_program_drafts():

@@ -80,15 +80,6 @@ def test_every_verdict_is_that_of_the_hosts_verifier():
     assert set(accepted) >= {0, 1, 3}
 
 
-@pytest.mark.parametrize(
-    ("keeps_rows", "temperature"), [(True, 0.0), (True, 0.7), (True, 1.0), (False, 0.0)]
-)
-def test_a_drafter_equal_to_the_target_loses_nothing(keeps_rows, temperature):
-    target, _ = tables()
-    served = runner([{"temperature": temperature}] * 4, 4, draft=target, keeps_rows=keeps_rows)
-    assert served.accepted == served.verified > 0
-
-
 def test_no_uniform_is_met_twice(monkeypatch):
     met = []
 
@@ -107,13 +98,6 @@ def test_no_uniform_is_met_twice(monkeypatch):
     monkeypatch.setattr(sampler, "verify_chain_padded", verify)
     runner([{}] * 5, steps=4)
     assert len(met) == len(set(met)) > 80
-
-
-def test_a_seeded_request_does_not_depend_on_its_neighbours():
-    params = {"seed": 42, "temperature": 0.9}
-    alone = runner([params], steps=4)
-    crowd = runner([{"seed": 3, "top_p": 0.5}, params, {"temperature": 0.0}], steps=4)
-    assert alone.texts()[0] == crowd.texts()[1]
 
 
 def test_logits_are_not_copied_for_temperatures_and_filters(monkeypatch):

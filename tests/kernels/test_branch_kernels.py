@@ -1,10 +1,10 @@
-"""Which offers become branches and where their rows are, against `cascade.row_layout`."""
+"""Which offers become branches, and the list that is scheduled of them."""
 
 import numpy as np
 import pytest
 import torch
-from support.row_layout import PrivateBlocks, Rows
 
+from vllm_hsd.cascade.row_layout import PrivateBlocks
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
 
@@ -114,7 +114,7 @@ def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
     for size in sizes:
         group = PrivateBlocks(size, N)
         fits = group.first(root, BRANCHES + 1) * size <= longest
-        room = np.where(fits, np.minimum(room, group.room(root)), 0)
+        room = np.where(fits, np.minimum(room, group.per_row * size - 1 - root % size), 0)
     assert (room == 0).sum() > 2 and (room > 0).sum() > 2
     assert sizes == (4,) or (room[room > 0] < N).any()
     for b in range(batch):
@@ -125,85 +125,3 @@ def test_a_flat_list_has_a_root_before_every_branch_within_its_blocks(sizes):
             wanted += [window[b, WINDOW - 1], *tokens[b, j, :count], *[0] * (N - count)]
         assert out[b, :width].tolist() == wanted
     assert (out[:batch, width:] == GUARD).all() and (out[batch] == GUARD).all()
-
-
-@pytest.mark.every_kernel
-@pytest.mark.parametrize("size", [4, 64])
-def test_rows_lie_where_the_plain_layout_has_them(size):
-    """Lists of whole rows and cut ones, requests without branches and without a proposal."""
-    rng = np.random.default_rng(size)
-    batch, group, width = 9, PrivateBlocks(size, N), N + 1
-    base = rng.integers(size, 5 * size, batch)
-    counts = np.minimum(rng.integers(0, N + 1, (batch, BRANCHES)), group.room(base)[:, None])
-    counts[0], counts[1, 0] = 0, 0
-    scheduled = np.full(batch, (BRANCHES + 1) * width)
-    scheduled[2:5] = [2 * width + 2, width + 3, 4]
-    slots = rng.permutation(batch + 2)[:batch]
-    number = rng.permutation(batch)
-    number[5] = -1
-    row_of_slot = np.full(batch + 2, -1)
-    row_of_slot[slots] = number
-    branch_counts = np.zeros((batch, BRANCHES), np.int64)
-    branch_counts[number[number >= 0]] = counts[number >= 0]
-    counts[number < 0] = 0
-    rows_of = -(-scheduled // width)
-    request, branch = np.array([(i, r) for i in range(batch) for r in range(rows_of[i])]).T
-    first = np.cumsum(scheduled) - scheduled
-    start = first[request] + branch * width
-    tokens = np.minimum(scheduled[request] - branch * width, width)
-    columns = int(group.first(base.max(), BRANCHES + 1)) + 1
-    main = rng.permutation((batch + 2) * columns).reshape(batch + 2, columns)
-    positions = np.repeat(base, scheduled) + np.concatenate([np.arange(n) for n in scheduled])
-    total, n = len(positions), len(request)
-    found = {
-        "position": ints(positions, torch.int64),
-        "slots": guarded(total + 1, dtype=torch.int64),
-        "table": guarded(n + 1, columns),
-        "seq_len": guarded(n + 1),
-        "chain": guarded(n + 1),
-        "base": guarded(n + 1, dtype=torch.int64),
-        "count": torch.zeros(batch, BRANCHES + 1, dtype=torch.int32),
-    }
-    table = ints(main)
-    branch_kernels.lay_out_kernel[(n,)](
-        found["position"],
-        found["slots"],
-        found["table"],
-        columns,
-        *(found[name] for name in ("seq_len", "chain", "base", "count")),
-        *map(ints, (request, branch, start, tokens)),
-        ints(slots, torch.int64),
-        ints(row_of_slot),
-        ints(branch_counts),
-        table,
-        columns,
-        size,
-        N,
-        FIRST=True,
-        BRANCHES=BRANCHES,
-        LANES=padded_size(width),
-        BLOCK=8,
-    )
-    held = np.minimum(counts + 1, np.clip(scheduled[:, None] - [width, 2 * width], 0, width))
-    held = np.where(counts > 0, held, 0)
-    held = np.concatenate([np.minimum(scheduled, width)[:, None], held], 1)
-    assert found["count"].tolist() == held.tolist()
-    chain = np.arange(n) - branch
-    rows = Rows(request, branch, chain, base[request], held[request, branch])
-    tables = group.tables(rows, main[slots])
-    assert found["chain"][:n].tolist() == np.where(rows.held > 0, chain, -1).tolist()
-    assert (found["base"][:n].numpy() == rows.base).all()
-    assert (found["seq_len"][:n].numpy() == rows.base + tokens).all()
-    for row in range(n):
-        at = slice(start[row], start[row] + tokens[row])
-        position = rows.base[row] + np.arange(tokens[row])
-        assert found["position"][at].tolist() == position.tolist()
-        blocks = position[-1] // size + 1
-        assert found["table"][row, :blocks].tolist() == tables[row, :blocks].tolist()
-        if branch[row]:
-            unwritten = [-1] * (tokens[row] - rows.held[row])
-            assert found["slots"][at].tolist() == [*group.slots(rows, tables, row), *unwritten]
-        else:
-            assert (found["slots"][at] == GUARD).all()
-    assert found["slots"][total] == GUARD
-    assert all((found[k][n] == GUARD).all() for k in ("table", "seq_len", "chain", "base"))

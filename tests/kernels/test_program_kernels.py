@@ -1,7 +1,5 @@
-"""The program with its kernels, against the reference cascade."""
+"""The program with its kernels reads nothing that was left over; tokens: `host/test_program.py`."""
 
-import numpy as np
-import pytest
 import torch
 from support.programs import Engine, reference_steps
 from support.proposal_states import poison, tensors_of
@@ -11,42 +9,6 @@ STAGED = {
     "num_reqs", "window", "base", "end", "start", "drafted", "requested", "limit", "slot",
     "temperature", "seeds", "draws", "row_of_slot", "draft_lengths", "request", "counts",
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rounds", "verifier", "greedy", "proposals"),
-    [
-        ((2, 6), (), "standard", False, 3),
-        ((2, 6), (), "standard", True, 1),
-        ((2, 6), (), "none", False, 2),
-        pytest.param((1, 3, 7), (2, 3), "standard", False, 2, marks=pytest.mark.slow),
-        pytest.param((3, 8), (4,), "standard", False, 6, marks=pytest.mark.slow),
-    ],
-)
-def test_token_for_token_as_the_cascade(lengths, rounds, verifier, greedy, proposals):
-    engine = Engine(lengths, rounds, ("block", verifier, "block"), greedy=greedy, seed=5)
-    # Greedy requests among the others.
-    engine.temperature[int(engine.index[0])] = 0
-    rng = np.random.default_rng(0)
-    for _ in range(proposals):
-        drafts = engine.propose()
-        assert drafts == engine.host_drafts()
-        assert any(drafts)
-        engine.keep_some(drafts, rng)
-
-
-def test_drafts_end_where_those_of_the_cascade_do():
-    engine = Engine((2, 6), stopping=("entropy", "entropy"), seed=2, vocabulary=7)
-    rng = np.random.default_rng(0)
-    filled = []
-    for _ in range(3):
-        drafts = engine.propose()
-        assert drafts == engine.host_drafts()
-        filled += [len(draft) for draft in drafts]
-        engine.keep_some(drafts, rng)
-    assert len(set(filled)) > 1 and engine.host_thresholds.count.all(1).any()
-    found = engine.thresholds.count[:, engine.index.long()]
-    assert found.tolist() == engine.host_thresholds.count.tolist()
 
 
 def poisoned(engine: Engine) -> None:

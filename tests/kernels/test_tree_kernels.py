@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import kernel_reference as reference
-from support.kernel_batches import UNUSABLE_ROWS, make_trees, plain_vllm_tokens, verify_flat
+from support.kernel_batches import UNUSABLE_ROWS, make_trees
 from support.proposal_states import poison_memory
 
 from vllm_hsd.kernels.tree_verify import verify_tree
@@ -28,15 +28,21 @@ def test_random_trees(small_blocks, monkeypatch):
     assert result.num_accepted.max() > 1
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.bfloat16), (2048, torch.float16)])
-def test_vocabulary_sizes(vocab_size, dtype):
-    assert_matches(make_trees(2, vocab_size, parents=(-1, -1, 0), dtype=dtype))
-
-
-def test_duplicate_draws(small_blocks):
-    """i.i.d. siblings over four tokens repeat themselves: a repeat only leaves its residual."""
-    batch = make_trees(10, 4, parents=(-1,) * 6, seed=5)
-    assert any(len(set(row)) < 6 for row in batch["tokens"].tolist())
+@pytest.mark.parametrize(
+    ("batch", "small"),
+    [
+        (make_trees(2, 1, (-1, -1, 0), dtype=torch.bfloat16), False),
+        (make_trees(2, 2048, (-1, -1, 0), dtype=torch.float16), False),
+        (make_trees(6, 50, (-1, 0, 1, 2), seed=4), True),
+        # I.i.d. siblings over four tokens repeat themselves: a repeat only leaves its residual.
+        (make_trees(10, 4, (-1,) * 6, seed=5), True),
+        (make_trees(2, 40, tuple((i - 3) // 3 if i >= 3 else -1 for i in range(64)), seed=2), True),
+    ],
+    ids=["one token", "whole blocks", "a chain", "duplicate draws", "64 nodes"],
+)
+def test_shapes_of_trees(batch, small, request):
+    if small:
+        request.getfixturevalue("small_blocks")
     assert_matches(batch)
 
 
@@ -47,17 +53,13 @@ def test_duplicate_draws_with_children(small_blocks):
     assert_matches(batch)
 
 
-def test_sixty_four_nodes(small_blocks):
-    parents = tuple((i - 3) // 3 if i >= 3 else -1 for i in range(64))
-    assert_matches(make_trees(2, 40, parents, seed=2))
-
-
 def test_degenerate_trees(small_blocks):
     """Invalid rows, empty slots, tokens outside the vocabulary, a separate draft temperature."""
-    batch = make_trees(8, 70, seed=1)
-    batch["temperature"] = torch.full((8,), 0.9)
+    batch = make_trees(10, 70, seed=1)
+    batch["temperature"] = torch.full((10,), 0.9)
     target, draft, tokens = (batch[k] for k in ("target_logits", "draft_logits", "tokens"))
-    target[0, 0] = float("nan")
+    for change, tree in zip(UNUSABLE_ROWS.values(), (0, 8, 9), strict=True):
+        change(target[tree, :1])
     target[1, 1] = float("nan")
     target[2, 9] = -INF
     draft[3, 4, 3] = INF
@@ -66,36 +68,10 @@ def test_degenerate_trees(small_blocks):
     tokens[6, 0] = 70
     target[7, :, 10:] = -INF
     draft[7, :, :10] = -INF
-    draft_temperature = torch.full((8,), 0.9)
+    draft_temperature = torch.full((10,), 0.9)
     draft_temperature[4] = 0.5
     result = assert_matches(batch, draft_temperature=draft_temperature)
-    assert result.token_ids[0].tolist() == [0] + [-1] * 10
-
-
-@pytest.mark.parametrize("kind", list(UNUSABLE_ROWS))
-def test_an_invalid_root_row_gives_the_token_of_plain_vllm(kind, small_blocks):
-    batch = make_trees(4, 70)
-    logits = batch["target_logits"][:, 0]
-    UNUSABLE_ROWS[kind](logits)
-    result = assert_matches(batch)
-    plain = plain_vllm_tokens(logits, batch["temperature"])
-    assert result.token_ids[:, 0].tolist() == plain.tolist()
-    assert result.num_emitted.tolist() == [1] * 4
-
-
-def test_a_chain_is_a_tree():
-    """One child everywhere: the same uniforms give the tokens of the chain kernel."""
-    batch = make_trees(6, 50, (-1, 0, 1, 2), seed=4)
-    chain = verify_flat(
-        target_logits=batch["target_logits"].flatten(0, 1),
-        draft_logits=batch["draft_logits"][:, :4].flatten(0, 1),
-        draft_token_ids=batch["tokens"].flatten(),
-        cu_num_draft_tokens=torch.arange(7) * 4,
-        **{k: batch[k] for k in ("temperature", "seeds", "draws")},
-        max_draft_tokens=4,
-    )
-    tree = verify_tree(**batch)
-    assert tree.token_ids.tolist() == chain.token_ids.tolist()
+    assert result.token_ids[[0, 8, 9]].tolist() == [[0] + [-1] * 10] * 3
 
 
 @pytest.mark.parametrize(

@@ -101,19 +101,6 @@ def test_draws_come_with_their_rows():
         draw_without_replacement(row, 4)
 
 
-@pytest.mark.parametrize("draw", [draw_iid, draw_without_replacement])
-def test_first_draws_follow_the_row(draw):
-    row = torch.tensor([0.5, 0.0, 0.3, 0.2])
-    gen = torch.Generator().manual_seed(1)
-    pairs = torch.stack([draw(row, 2, gen)[0] for _ in range(3000)])
-    second = row
-    if draw is draw_without_replacement:
-        second = (row[:, None] * row / (1 - row[:, None])).fill_diagonal_(0).sum(0)
-    for column, expected in zip(pairs.T, (row, second), strict=True):
-        share = torch.bincount(column, minlength=4) / len(column)
-        assert (share - expected).abs().max() < 0.05
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

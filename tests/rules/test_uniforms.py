@@ -33,14 +33,3 @@ def test_a_uniform_is_the_top_53_bits_of_its_block():
     assert uniform.dtype == np.float64 and uniform.shape == ()
     assert float(uniform) == ((first >> 5) * 2**26 + (second >> 6)) / 2**53
     assert int(float(uniform) * 2**24) == first >> 8
-
-
-def test_uniforms_depend_on_seed_stream_and_draw_alone():
-    seeds = np.array([[1], [-5], [2**62]])
-    draws = np.arange(200)
-    together = host_uniforms(seeds, np.int64(3), draws)
-    assert together.shape == (3, 200)
-    alone = host_uniforms(seeds[1, 0], np.int64(3), draws[17])
-    assert float(alone) == float(together[1, 17])
-    others = host_uniforms(seeds, np.int64(4), draws)
-    assert len(np.unique((together, others))) == 1200

@@ -80,7 +80,8 @@ def walk(
     both("collect", schedule)
     assert (state.draft_tokens >= 0).all() and (state.draft_tokens < VOCABULARY).all()
     assert (state.draft_length <= schedule.num_speculative_tokens).all()
-    assert (state.draft_length > 0).any()
+    assert (state.draft_length > 0).any() == (num_reqs > 0)
+    assert num_reqs > 0 or (state.slot_mapping == -1).all()
     guarded.assert_guards()
 
 

@@ -113,16 +113,6 @@ def test_order_of_programs(tmp_path):
     assert len(set(ends.values())) == 3, ends
 
 
-def test_programs_on_threads(tmp_path):
-    """Every one runs once."""
-    code = """
-out = zeros(1)
-scalar_kernel[(500,)](out, zeros(4) + 1, 4)
-print(out.item())
-"""
-    assert run(tmp_path, code, TRITON_CPU_CHECKS="threads=4,order=1") == ["2000"]
-
-
 def test_a_failed_assertion_raises(tmp_path):
     code = "print(tried(assert_kernel, zeros(1))); print(tried(assert_kernel, zeros(1) + 1))"
     first, second = run(tmp_path, code, TRITON_DEBUG="1")

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from vllm_hsd.rules.rng import philox
-
 N = 256
 SPECIAL = [
     0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1e-40, 3e38, -1e-45, 88.5, 89, -103, -87.5,
@@ -204,21 +202,3 @@ def test_bool():
     bool_kernel[(1,)](x, out, False, 200, BLOCK=N)
     y = x & (torch.arange(N) > 3) & (torch.arange(N) < 200)
     assert torch.equal(out[:200], ~y[:200]) and not out[200:N].any() and out[N]
-
-
-@triton.jit
-def rand_kernel(out_ptr, seed, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, tl.rand(seed, i))
-    bits = tl.randint(seed, i).to(tl.uint32, bitcast=True)
-    tl.store(out_ptr + BLOCK + i, bits.to(tl.float32))
-
-
-def test_random_numbers():
-    out, seed = torch.zeros(2 * N), 12345678901
-    rand_kernel[(1,)](out, seed, BLOCK=N)
-    assert 0.4 < out[:N].mean() < 0.6 and out[:N].min() >= 0 and out[:N].max() < 1
-    counters = np.zeros((4, N), np.uint32)
-    counters[0] = np.arange(N)
-    wanted = philox(np.array([[seed & 0xFFFFFFFF], [seed >> 32]], np.uint32), counters)[0]
-    assert np.array_equal(out[N:].numpy(), wanted.astype(np.float32))

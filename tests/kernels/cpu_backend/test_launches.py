@@ -78,6 +78,9 @@ def test_all_kinds_of_arguments():
     with mock.patch.object(JITFunction, "run", lambda *a, **k: launches.append(1) or run(*a, **k)):
         by_triton = results()
     assert len(launches) == len(by_triton)
+    # Of calls 2, 3 and 7 with the first x: 64-bit and negative integers, defaults, None.
+    wanted = [[float(1 << 40), 7, 5, 3.5], [-0.5, 7, 6, 3.5], [3.5, 20, 5, 3.5]]
+    assert [by_triton[len(XS) * call][:4] for call in (2, 3, 7)] == wanted
     assert results() == by_triton
     assert results() == by_triton
 

@@ -180,21 +180,3 @@ def test_loaded_pointers():
     i = torch.arange(N)
     mixed = torch.where(i % 2 == 0, a[i // 2], b[i // 2])
     assert torch.equal(out, torch.stack([a + mixed, b + mixed]))
-
-
-@triton.jit
-def scalars_kernel(out_ptr, a, b, c, p: tl.constexpr, flag):
-    tl.store(out_ptr, a + 1)
-    tl.store(out_ptr + 1, b)
-    tl.store(out_ptr + 2, c)
-    tl.store(out_ptr + 3, tl.program_id(0) + 10 * tl.program_id(1) + 100 * tl.num_programs(2))
-    if flag:
-        tl.store(out_ptr + 4, 1)
-    if p is None:
-        tl.store(out_ptr + 5, 7)
-
-
-def test_scalar_arguments_and_the_grid():
-    out = torch.zeros(6, dtype=torch.float64)
-    scalars_kernel[(2, 3, 4)](out, 1 << 40, 2.5, -3, None, True)
-    assert out.tolist() == [(1 << 40) + 1, 2.5, -3, 421, 1, 7]
