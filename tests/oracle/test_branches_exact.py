@@ -8,12 +8,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from oracle import sequential
+from oracle.coupled import verify_coupled
 from oracle.exact import ArgmaxOf, Choices, Table, Tokens, deviation, distance, distribution_of
 from oracle.test_chain_exact import draft
 from oracle.trees import one_hot
 
 from vllm_hsd.rules.branches import follow
-from vllm_hsd.rules.coupled import verify_coupled
 
 V, N = 3, 2
 P, Q = Table(V, 1), Table(V, 101)

@@ -9,9 +9,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from oracle.coupled import verify_coupled
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of
-
-from vllm_hsd.rules.coupled import verify_coupled
 
 LENGTH = 3
 TARGET = {vocabulary: Table(vocabulary, 1) for vocabulary in (2, 3)}
