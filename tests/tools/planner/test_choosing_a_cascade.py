@@ -121,6 +121,22 @@ def test_nothing_drafts_for_a_head(with_lookup):
     assert {len(found.selection.levels) for found in every} == {0, 1}
 
 
+def test_plan_refuses_the_standard_rule_for_a_head_alone(tmp_path, capsys):
+    given = Profile(
+        schema=3,
+        target="models/target",
+        candidates=[candidate("eagle3", eagle3="models/head")],
+        max_draft_tokens=8,
+        rates=[[1, 0.8], [0.8, 1]],
+        latencies=Latencies(forward=[table(1.0, 0.01), table(10.0, 0.05)], plain=plain(9.5)),
+    )
+    given.save(tmp_path / "profile.json")
+    arguments = "plan", tmp_path / "profile.json", "-o", tmp_path / "cascade.json"
+    assert run(*arguments) == 0
+    assert run(*arguments, "--verifier", "standard") != 0
+    assert "plan with --verifier block" in capsys.readouterr().err
+
+
 def served(output):
     """The last line that `plan` printed, as arguments."""
     return shlex.split(output.strip().splitlines()[-1])

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_hsd.checked_files import write_json
-from vllm_hsd.config.cascade_config import MAX_LEVELS
+from vllm_hsd.config.cascade_config import MAX_LEVELS, CascadeConfig
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.options import integers, json_object
@@ -247,6 +247,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
             commands.append(f"# batch size {batch}")
         commands.append(serve_command(profile, choice))
         if choice.best.selection.levels:
+            _check_verifier(profile, choice)
             write_json(path, cascade_file(profile, choice, arguments.profile))
             messages.print(f"wrote {path}")
             only, *others = (profile.candidates[i] for i in choice.best.selection.levels)
@@ -261,6 +262,16 @@ def plan_command(arguments: argparse.Namespace) -> int:
             messages.print(f"No speculation is the fastest at batch size {batch}: {done}.")
     print("\n".join(commands))
     return 0
+
+
+def _check_verifier(profile: Profile, choice: Plan) -> None:
+    """vLLM's own drafter has no `verifier`."""
+    config = CascadeConfig.parse(cascade_keys(profile, choice))
+    if config.verifier == "standard" and config.is_stock:
+        raise UserError(
+            f"--verifier standard: {label(profile, choice.best.selection)} is the fastest, which "
+            "vLLM's own drafter serves, by block verification: plan with --verifier block."
+        )
 
 
 def several_drafts(lookup: Candidate) -> dict[str, Any]:
