@@ -123,7 +123,9 @@ class VllmHandler(Handler):
     ends = b"data: [DONE]\n\n"
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        # As of a model's generation_config.json.
+        defaults = {"top_p": 0.8}
+        body = defaults | json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
             self.answer({"tokens": [len(text) % VOCABULARY, 3]})

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import sys
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from vllm.platforms import current_platform
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.engine import EngineProcess
-from vllm_hsd.tools.worker_process import WorkerProcess
+from vllm_hsd.tools.worker_process import WorkerProcess, engine_environment
 
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 
@@ -140,3 +141,12 @@ def test_engines_that_cannot_start_say_why(family, tmp_path):
     ):
         engine.generate([[1, 2]], {})
     assert "Traceback" in log.read_text()
+
+
+def test_nothing_is_preloaded_whose_path_the_loader_would_split(tmp_path, monkeypatch):
+    for name, preloads in (("whole", True), ("in parts", False)):
+        library = tmp_path / name / "lib" / "libiomp5.so"
+        library.parent.mkdir(parents=True)
+        library.touch()
+        monkeypatch.setattr(sys, "prefix", str(tmp_path / name))
+        assert ("LD_PRELOAD" in engine_environment()) == preloads

@@ -51,7 +51,7 @@ class Choice:
         return f"{self.dtype} ({self.reason})"
 
 
-def choose_dtype(model: str) -> Choice:
+def choose_dtype(model: str, given: Mapping[str, Any] | None = None) -> Choice:
     """`FAST` where this CPU runs it, and runs it faster than `EXACT`; else `EXACT`.
 
     The probe takes seconds, so its outcome is kept in a file of the user's cache directory, by
@@ -59,11 +59,12 @@ def choose_dtype(model: str) -> Choice:
 
     Args:
         model: name or directory of the model to serve; only its configuration is read.
+        given: arguments of its engine, of which some say where the configuration is.
 
     Raises:
         UserError: the model's configuration cannot be read, or float32 does not run either.
     """
-    shapes = probe_shapes(model)
+    shapes = probe_shapes(model, given or {})
     found, threads = system.versions(), os.environ.get("OMP_NUM_THREADS", "")
     parts = [system.processor(), system.cores(), threads, found.get("torch"), found.get("vllm")]
     text = json.dumps([*parts, sorted(system.flags()), sorted(shapes.items())])
@@ -97,11 +98,11 @@ def cpu_defaults(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
         room = min(MAX_CPU_CACHE, psutil.virtual_memory().available // 8)
         found.setdefault("kv_cache_memory_bytes", room)
     if found.get("dtype", "auto") == "auto":
-        found["dtype"] = choose_dtype(model).dtype
+        found["dtype"] = choose_dtype(model, given).dtype
     return found
 
 
-def probe_shapes(model: str) -> dict[str, int]:
+def probe_shapes(model: str, given: Mapping[str, Any]) -> dict[str, int]:
     """Keys of a Llama configuration with the model's widths and about PROBE_PARAMETERS.
 
     Raises:
@@ -110,10 +111,12 @@ def probe_shapes(model: str) -> dict[str, int]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
+        keys = {key: given[key] for key in ("revision", "trust_remote_code") if key in given}
+        config = AutoConfig.from_pretrained(model, **keys).get_text_config()
     except (OSError, ValueError) as error:
         raise UserError(f"the model '{model}' has no configuration ({brief(error)}).") from None
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or max(hidden // 64, 1)
     inner = getattr(config, "intermediate_size", None)
     inner = inner if isinstance(inner, int) else 4 * hidden
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

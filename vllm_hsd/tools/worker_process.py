@@ -132,7 +132,9 @@ def engine_environment() -> dict[str, str]:
     # other on busy cores cost up to 16 times the time with GNU's.
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     preloaded = os.environ.get("LD_PRELOAD", "")
-    if openmp.exists() and "libiomp5" not in preloaded:
+    # The loader takes a space for the end of a path.
+    splits = any(map(str.isspace, str(openmp)))
+    if openmp.exists() and not splits and "libiomp5" not in preloaded:
         environment["LD_PRELOAD"] = f"{openmp}:{preloaded}".rstrip(":")
     return environment
 

@@ -85,6 +85,7 @@ HEADS = ["exit-heads", "--target", TARGET, "--layers"]
         (["store", "--target", TARGET, "--chats", "2"], "--chats: the target has no chat templ"),
         (["store", "--target", TARGET, "CORPUS", "-o", "no/such"], "--output: no directory 'no'"),
         (["store", "--target", TARGET, "CORPUS", "-o", "CORPUS"], "would write over a text"),
+        (["store", "--target", TARGET, "--chats", "2", "-o", "FOLDER"], "is a directory: name a"),
         ([*HEADS, "2", "CORPUS", "-o", "BINARY"], "binary' is no directory to write to"),
         ([*HEADS, "99", "CORPUS"], "layers: 99 is not between 0 and"),
         ([*HEADS, "2", "EMPTY"], "the texts have 1 tokens, too few"),
@@ -94,7 +95,13 @@ HEADS = ["exit-heads", "--target", TARGET, "--layers"]
 def test_errors_are_one_line_on_stderr(tmp_path, corpus, capsys, arguments, message):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "empty").write_text("")
-    named = {"BINARY": tmp_path / "binary", "EMPTY": tmp_path / "empty", "CORPUS": corpus}
+    (tmp_path / "folder").mkdir()
+    named = {
+        "FOLDER": tmp_path / "folder",
+        "BINARY": tmp_path / "binary",
+        "EMPTY": tmp_path / "empty",
+        "CORPUS": corpus,
+    }
     arguments = [named.get(argument, argument) for argument in arguments]
     if "-o" not in arguments:
         arguments += ["-o", tmp_path / "output"]

@@ -164,6 +164,13 @@ def test_exits_keep_soft_caps_and_scaling(name, tmp_path):
     assert torch.allclose(torch.tanh(together[1] / cap) * cap, exits, atol=1e-2)
 
 
+def test_weights_that_are_cut_off(text_family, tmp_path):
+    cut = change_file(lambda weights: weights[:-100], "model.safetensors")
+    target = damaged_copy(text_family.target, tmp_path / "target", cut)
+    with pytest.raises(UserError, match=r"model '.*' cannot be loaded \("):
+        ModelSet(target, make_candidates(models=[text_family.small]))
+
+
 def test_a_target_that_reads_pictures(tmp_path):
     text = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 2}
     picture = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -146,3 +146,16 @@ def test_chats_use_the_template_where_there_is_one():
     assert encode(Tokenizer("t"), chat, 10) == [ord(c) for c in "<hi>"]
     assert encode(Tokenizer(None), chat, 10) == [0, ord("h"), ord("i")]
     assert encode(Tokenizer("t"), "hi", 2) == [ord("h"), ord("i")]
+
+
+def test_a_chat_for_a_tokenizer_whose_chats_are_no_text():
+    """As vLLM's of Mistral's own format."""
+    given = []
+
+    def apply(chat, add_generation_prompt):
+        given.append((chat, add_generation_prompt))
+        return [5, 6, 7]
+
+    chat = [{"role": "user", "content": "hello"}]
+    assert encode(SimpleNamespace(apply_chat_template=apply), chat, 2) == [6, 7]
+    assert given == [(chat, True)]

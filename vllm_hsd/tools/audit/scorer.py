@@ -7,6 +7,7 @@ token instead of a drawn one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.audit.directions import marks, rows_of
+from vllm_hsd.tools.audit.directions import ROW_WIDTH, marks, rows_of
 from vllm_hsd.tools.audit.quantiles import token_ranges
 from vllm_hsd.tools.engine import Ids, Params, lora_request, vllm_params
 
@@ -153,13 +154,20 @@ def score(
 def likeliest(llm: Any, prompts: Ids, texts: Ids, sampling_params: Params) -> list[np.ndarray]:
     """The engine's own distributions at every token of the texts: `directions.rows_of` each.
 
-    Arguments and errors as for `score`.
+    Arguments and errors as for `score`. None of a text whose prompt fills the engine's context.
     """
 
     def note(_, arguments, *__) -> np.ndarray:
         return rows_of(_filtered(*arguments))
 
-    return _noted(llm, prompts, texts, sampling_params, note)[0]
+    fit = [len(prompt) < llm.model_config.max_model_len for prompt in prompts]
+
+    def fitting(given: Any) -> Any:
+        return list(itertools.compress(given, fit))
+
+    read = fitting(prompts), fitting(texts), fitting(sampling_params)
+    found, none = iter(_noted(llm, *read, note)[0]), np.empty((0, 2, ROW_WIDTH), np.float32)
+    return [next(found) if fits else none for fits in fit]
 
 
 def _noted(

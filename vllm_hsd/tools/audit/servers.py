@@ -27,6 +27,9 @@ from vllm_hsd.tools.planner.prompts import Prompt
 # vLLM's default of --max-logprobs.
 LOGPROBS = 20
 TOP_K = 16
+# vLLM takes what a request does not say from the model's generation_config.json.
+UNFILTERED = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+UNFILTERED |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 TIMEOUT = 600
 # Requests in progress at a server.
 AT_ONCE = 32
@@ -99,7 +102,8 @@ class Server:
 
     def _steps(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Iterator[list[int]]:
         """The token ids of one answer as they come; some may be empty."""
-        body = {key: value for key, value in params.items() if value is not None}
+        given = {key: value for key, value in params.items() if value is not None}
+        body = UNFILTERED | given
         body |= {"prompt": list(prompt), "stream": True, "return_token_ids": True}
         for chunk in self._events("/v1/completions", {**body, "model": self.model}):
             yield from (choice.get("token_ids") or [] for choice in chunk.get("choices", ()))

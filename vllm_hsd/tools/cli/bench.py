@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,10 +143,12 @@ def prepare_output(output: Path) -> None:
     directory = output / "logs"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for log in directory.glob("*.log"):
+            log.unlink()
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as error:
         raise UserError(f"--output '{output}' cannot be used ({error}).") from None
-    for log in directory.glob("*.log"):
-        log.unlink()
 
 
 def prepare(comparison: Comparison) -> tuple[Comparison, Setup]:
@@ -161,7 +164,7 @@ def prepare(comparison: Comparison) -> tuple[Comparison, Setup]:
     if setup.device != "cpu" or comparison.engine_args.get("dtype", "auto") != "auto":
         return comparison, setup
     progress("probing bfloat16 and float32")
-    choice = choose_dtype(comparison.model)
+    choice = choose_dtype(comparison.model, comparison.engine_args)
     print(f"dtype: {choice}", flush=True)
     engine_args = comparison.engine_args | {"dtype": choice.dtype}
     return replace(comparison, engine_args=engine_args), replace(setup, dtype=choice.dtype)
@@ -215,7 +218,7 @@ def _inspect(comparison: Comparison) -> Setup:
     return Setup(
         errors,
         [encode(tokenizer, prompt, longest) for prompt in comparison.prompts],
-        bool(getattr(tokenizer, "chat_template", None)),
+        bool(getattr(tokenizer, "chat_template", True)),
         model.max_model_len,
         str(model.dtype).removeprefix("torch."),
         current_platform.get_device_name() if current_platform.is_cuda_alike() else "cpu",

@@ -80,8 +80,10 @@ def build_store(given: argparse.Namespace) -> int:
     if not 0 <= given.chats <= 1_000_000:
         raise UserError(f"--chats is {given.chats}: it must be 0 to 1000000.")
     directory = Path(given.output).parent
-    if not directory.absolute().is_dir():
+    if not directory.absolute().is_dir() or not os.access(directory.absolute(), os.W_OK):
         raise UserError(f"--output: no directory {quoted(str(directory))} to write to; make it.")
+    if Path(given.output).is_dir():
+        raise UserError(f"--output: {quoted(given.output)} is a directory: name a file.")
     if Path(given.output).resolve() in {Path(path).resolve() for path in given.texts}:
         raise UserError("--output would write over a text: name another file.")
     # Without chats the target may be a tokenizer alone.
@@ -122,7 +124,7 @@ def build_exit_heads(given: argparse.Namespace) -> int:
     tokens = np.concatenate([ids for path in given.texts for ids in _document(path, tokenizer)])
     try:
         model = AutoModelForCausalLM.from_pretrained(given.target, dtype="auto")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # packages for quantized weights, damaged files
         raise UserError(
             f"--target: {quoted(given.target)} is not a causal language model ({brief(error)})."
         ) from error

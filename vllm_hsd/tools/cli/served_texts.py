@@ -145,7 +145,9 @@ def self_written_answers(
         for each, temperature in zip(ask, itertools.cycle(ANSWER_TEMPERATURES), strict=False)
     ]
     engine_args = {} if torch.cuda.is_available() else cpu_defaults(target, {})
-    with EngineProcess({"model": target, **engine_args}, "--target") as engine:
+    # Of the model's context what fits into the cache.
+    engine_args = {"model": target, "max_model_len": -1, **engine_args}
+    with EngineProcess(engine_args, "--target") as engine:
         asked = engine.generate([before] * count, ask).token_ids
         ends = [ids[-1:] == [tokenizer.eos_token_id] for ids in asked]
         questions = [ids[: len(ids) - ended] for ids, ended in zip(asked, ends, strict=True)]

@@ -324,7 +324,9 @@ def run(verification: Verification) -> Outcome:
             untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
             continue
         name, scale = f"drafter {drafter.name}", drafter.temperature_scale
-        reading = sides.arguments | SCORER_ARGUMENTS | {"model": drafter.model}
+        reading = sides.arguments | SCORER_ARGUMENTS
+        # Its context may be shorter than what the target was asked.
+        reading |= {"model": drafter.model, "max_model_len": -1}
         loaded = _loaded(comparison, name, reading)
         with _timed(seconds, name), loaded as engine:
             for each in every:

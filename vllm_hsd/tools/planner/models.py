@@ -356,7 +356,7 @@ def _load(path: str, device: str) -> Any:
     dtype = torch.float32 if device == "cpu" else "auto"
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # packages for quantized weights, damaged files
         raise UserError(f"model '{path}' cannot be loaded ({brief(error)}).") from None
     return model.eval().to(device)  # type: ignore[arg-type]  # its stub lacks the arguments
 

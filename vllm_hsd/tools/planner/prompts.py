@@ -93,7 +93,10 @@ def encode(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
 
     A chat goes through the tokenizer's chat template where it has one, else it is plain text.
     """
-    if isinstance(prompt, list) and tokenizer.chat_template:
+    if isinstance(prompt, list) and not hasattr(tokenizer, "chat_template"):
+        # vLLM's of Mistral's own format, whose chats are no text.
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+    elif isinstance(prompt, list) and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.encode(text, add_special_tokens=False)
     else:

@@ -133,6 +133,8 @@ class Timing:
             "model": task.target,
             "max_num_seqs": max(task.batch_sizes),
             "enable_prefix_caching": False,
+            # What fits into the cache: no text of these is as long as a model's whole context.
+            "max_model_len": -1,
             "seed": task.seed,
             **task.engine_args,
         }
