@@ -183,7 +183,7 @@ def test_files_that_are_not_cascades(tmp_path, written):
 
 def test_keys_next_to_a_cascade_file_win(tmp_path):
     path, wanted = tmp_path / "cascade.json", hsd(TOP, verifier="standard")
-    path.write_text(json.dumps({"schema": 1, "note": "ignored", **wanted}))
+    path.write_text(json.dumps({"schema": 1, "planned_for": {"target": "m"}, **wanted}))
     for keys in ({}, {"num_speculative_tokens": 3}):
         found = CascadeConfig.parse({"cascade": str(path), **keys})
         assert found == CascadeConfig.parse({**wanted, **keys})

@@ -79,6 +79,7 @@ def test_no_more_requests_draft_than_are_captured(as_on_gpus, limit, tokens, mos
     config = object.__new__(CascadeSpeculativeConfig)
     config.hsd, config.num_speculative_tokens = CascadeConfig.parse({"levels": levels, **keys}), 8
     given = {"max_num_seqs": 65, "max_num_batched_tokens": tokens, "async_scheduling": True}
+    given |= {"max_num_scheduled_tokens": None, "long_prefill_token_threshold": 0}
     scheduler_config = SimpleNamespace(**given)
     config.adapt(scheduler_config)
     table = config.num_speculative_tokens_per_batch_size

@@ -334,3 +334,12 @@ def test_large_batches_draft_nothing(family, as_on_gpus, keys, max_num_seqs, dra
         longest = config.speculative_config.num_speculative_tokens
         by_size = build_dynamic_sd_schedule_lookup(given, max_num_seqs, longest)
         assert {size: by_size[size] for size in drafts} == drafts
+
+
+@pytest.mark.parametrize("key", ["long_prefill_token_threshold", "max_num_scheduled_tokens"])
+def test_vllm_pads_no_prefix_hit_beyond_a_step(family, as_on_gpus, key):
+    """It waits for ever, or ends: four rows of four tokens."""
+    for most, pads in ((15, False), (16, True)):
+        config = configure(family, {**LOOKUP, **BRANCHES}, max_num_seqs=16, **{key: most})
+        table = config.speculative_config.num_speculative_tokens_per_batch_size
+        assert (table is None) == pads

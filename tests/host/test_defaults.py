@@ -19,7 +19,7 @@ TARGET = SimpleNamespace(uses_mrope=False)
 
 def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
     arguments = SimpleNamespace(
-        enable_lora=False,
+        enable_lora=keys.pop("enable_lora", False),
         kv_transfer_config=connector,
         kv_offloading_size=None,
         enable_dbo=keys.pop("enable_dbo", False),
@@ -107,6 +107,10 @@ def test_no_branches_where_they_do_not_fit():
     # Attention has room for so many rows.
     assert with_defaults(LOOKUPS, max_num_seqs=2).branches == 2
     assert with_defaults(LOOKUPS, max_num_seqs=1).branches == 1
+    # For which vLLM wants room for the lists of all requests.
+    assert with_defaults(LOOKUPS, enable_lora=True).branches == 1
+    sizes = {"max_num_seqs": 10, "max_num_batched_tokens": 190}
+    assert with_defaults(LOOKUPS, enable_lora=True, **sizes).branches == 3
 
 
 def test_nothing_where_the_host_reads_no_draft(as_on_gpus):

@@ -156,6 +156,7 @@ TEXTS = {
     "schema 1.0": json.dumps(cascade(schema=1.0)).encode(),
     "a list": b"[1]",
     "too long": json.dumps(cascade(planned_for="x" * (2 << 20))).encode(),
+    "an unknown key": json.dumps(cascade(adaptve=False)).encode(),
     "lone surrogate": json.dumps(cascade(verifier="\ud800")).encode(),
 }
 

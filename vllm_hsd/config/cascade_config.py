@@ -272,7 +272,7 @@ def _read_cascade(path: object, given: Mapping[str, Any]) -> dict[str, Any]:
         plan = with_underscores(plan)
     except ValueError as error:
         raise UserError(f"cascade: {quoted(path)} {error}.") from None
-    return {key: plan[key] for key in CascadeConfig.model_fields if key in plan}
+    return {key: value for key, value in plan.items() if key not in ("schema", "planned_for")}
 
 
 _MISSING = {

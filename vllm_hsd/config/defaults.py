@@ -65,9 +65,13 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
         return hsd
     # Attention has room for max_num_seqs rows.
     most = min(BRANCHES, arguments.max_num_seqs or BRANCHES)
-    budget = arguments.max_num_batched_tokens
+    budget, row = arguments.max_num_batched_tokens, hsd.num_speculative_tokens + 1
     if budget is not None:
-        most = min(most, budget // (hsd.num_speculative_tokens + 1))
+        most = min(most, budget // row)
+    if arguments.enable_lora:
+        # vLLM refuses a budget below the lists of all requests; what it is by default is not known.
+        requests = arguments.max_num_seqs
+        most = min(most, budget // (requests * row)) if budget and requests else 1
     found = level.model_copy(update={"branches": most})
     branching = hsd.model_copy(update={"levels": [found]})
     reasons = {
@@ -76,7 +80,7 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
         "multi-dimensional positions": target.uses_mrope,
         "a KV connector": connector_mistake(branching, arguments) is not None,
         "enable_dbo": arguments.enable_dbo,
-        "max_num_batched_tokens or max_num_seqs": most < 2,
+        "max_num_batched_tokens, max_num_seqs or enable_lora": most < 2,
     }
     for reason, holds in reasons.items():
         if holds:

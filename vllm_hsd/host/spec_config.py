@@ -135,8 +135,13 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
             # `LearnedLengths` chooses among them.
             limit = max(largest - 1, 1)
         table = by_batch_size(self.hsd, limit)
-        # With one draft length, and no table, vLLM pads prefix hits to it, and captures them.
-        one = largest < table[1][0] and not learns
+        budget = scheduler_config.max_num_scheduled_tokens
+        budget = budget or scheduler_config.max_num_batched_tokens
+        threshold = scheduler_config.long_prefill_token_threshold or budget
+        # With one draft length, and no table, vLLM pads prefix hits to it, and captures them. It
+        # waits for ever, or ends, where so many tokens do not fit.
+        pads = self.num_speculative_tokens < min(budget, threshold)
+        one = largest < table[1][0] and not learns and pads
         self.num_speculative_tokens_per_batch_size = None if one else table
 
     def max_batch_size(self, scheduler_config) -> int:
