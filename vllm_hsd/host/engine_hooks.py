@@ -99,9 +99,12 @@ def make_scheduler(original, self, *args, **kwargs):
 
     original(self, *args, **kwargs)
     config = self.vllm_config.speculative_config
-    if isinstance(config, NeedsHooks):
+    if not isinstance(config, NeedsHooks):
+        return
+    learn_lengths(self, config)
+    # Drafts of asynchronous scheduling are as long as it says, whatever was drawn.
+    if not self.scheduler_config.async_scheduling:
         replace_on(self.kv_cache_manager, _ALLOCATE, by=self.num_spec_tokens)
-        learn_lengths(self, config)
 
 
 @REGISTRY.replaces_on_runner(
