@@ -26,8 +26,7 @@ JOBS = {
         "params": GREEDY,
     },
 }
-ENGINE = {"max_model_len": 4608, "max_num_batched_tokens": 512, "max_num_seqs": 8}
-ENGINE["block_size"] = 32
+ENGINE = {"max_model_len": 4608, "max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 32}
 # (levels, other keys), as of test_level_kinds.py.
 CASCADES: dict[str, tuple[list[dict], dict]] = {
     "models": ([SMALL | THREE, MID], {}),

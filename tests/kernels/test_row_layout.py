@@ -112,7 +112,7 @@ class Batch:
         cut = np.clip(scheduled[:, None] - [width, 2 * width], 0, width)
         held = np.where(counts > 0, np.minimum(counts + 1, cut), 0)
         self.held = np.concatenate([np.minimum(scheduled, width)[:, None], held], 1)
-        # What the scheduler reserves where one token is computed; behind it one block for all.
+        # What the scheduler reserves where one token is computed; after it one block for all.
         blocks = -(-(base + 1 + group.lookahead(BRANCHES + 1)) // size)
         self.spare, self.main = int(blocks.sum()), np.full((batch, blocks.max()), blocks.sum())
         self.main[np.arange(blocks.max()) < blocks[:, None]] = rng.permutation(self.spare)

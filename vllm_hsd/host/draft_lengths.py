@@ -2,16 +2,22 @@
 
 Lengths lie on the device, and on a GPU the scheduler runs ahead of it: every request is scheduled
 with the longest draft. On a CPU scheduling waits for each step, and lengths are read from memory.
+A scheduler is given here what lengths that change ask of it: a table that learns, and slots.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_hsd.host.hooks import REGISTRY
+from vllm.v1.request import RequestStatus
+
+from vllm_hsd.host.adaptive import learn_lengths
+from vllm_hsd.host.engine_hooks import NeedsHooks
+from vllm_hsd.host.hooks import REGISTRY, SCHEDULER, replace_on
 from vllm_hsd.host.registry import NONE_FILED
 
 GET_DRAFT_TOKENS = "vllm.v1.worker.gpu.spec_decode.utils.DraftTokensHandler.get_draft_tokens"
+_ALLOCATE = "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots"
 
 
 @REGISTRY.replaces_on_runner(
@@ -35,3 +41,40 @@ def get_draft_tokens(original: Any, runner: Any) -> Any:
     for tokens, row in zip(drafts.draft_token_ids, rows, strict=True):
         del tokens[lengths[row] if row >= 0 else 0 :]
     return drafts
+
+
+@REGISTRY.replaces(
+    f"{SCHEDULER}.__init__",
+    None,
+    why="puts a learned table in the place of the fixed one of draft lengths by batch size, and "
+    "has as many slots reserved for every draft",
+    until="a plugin can choose the draft length of a step, and vLLM reserves as many",
+    issue=NONE_FILED,
+)
+def make_scheduler(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    config = self.vllm_config.speculative_config
+    if not isinstance(config, NeedsHooks):
+        return
+    learn_lengths(self, config)
+    # Drafts of asynchronous scheduling are as long as it says, whatever was drawn.
+    if not self.scheduler_config.async_scheduling:
+        replace_on(self.kv_cache_manager, _ALLOCATE, by=self.num_spec_tokens)
+
+
+@REGISTRY.replaces_on_runner(
+    _ALLOCATE,
+    None,
+    why="reserves as many slots for every draft: where no block is free the scheduler may preempt "
+    "the request itself, and must not drop its draft for what was drawn",
+    until="vLLM does",
+    issue=NONE_FILED,
+)
+def allocate_slots(
+    original, longest: int, request, num_new_tokens, *args, num_lookahead_tokens=0, **kwargs
+):
+    if request.status is RequestStatus.RUNNING:
+        num_lookahead_tokens += max(longest + 1 - num_new_tokens, 0)
+    return original(
+        request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
+    )

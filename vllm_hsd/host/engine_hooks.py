@@ -6,11 +6,10 @@ import copy
 from typing import Any
 
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.host.hooks import REGISTRY, install, replace_on
+from vllm_hsd.host.hooks import REGISTRY, SCHEDULER, install
 from vllm_hsd.host.registry import NONE_FILED
 
 _SPECULATION = "vllm.config.speculative.SpeculativeConfig"
-_ALLOCATE = "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots"
 REGISTRY.overrides(
     {
         f"{_SPECULATION}.max_num_new_slots_for_drafting": ("slots of the drafts", None),
@@ -87,47 +86,6 @@ def reserve_for_branches():
 
 
 @REGISTRY.replaces(
-    "vllm.v1.core.sched.scheduler.Scheduler.__init__",
-    None,
-    why="puts a learned table in the place of the fixed one of draft lengths by batch size, and "
-    "has as many slots reserved for every draft",
-    until="a plugin can choose the draft length of a step, and vLLM reserves as many",
-    issue=NONE_FILED,
-)
-def make_scheduler(original, self, *args, **kwargs):
-    from vllm_hsd.host.adaptive import learn_lengths
-
-    original(self, *args, **kwargs)
-    config = self.vllm_config.speculative_config
-    if not isinstance(config, NeedsHooks):
-        return
-    learn_lengths(self, config)
-    # Drafts of asynchronous scheduling are as long as it says, whatever was drawn.
-    if not self.scheduler_config.async_scheduling:
-        replace_on(self.kv_cache_manager, _ALLOCATE, by=self.num_spec_tokens)
-
-
-@REGISTRY.replaces_on_runner(
-    _ALLOCATE,
-    None,
-    why="reserves as many slots for every draft: where no block is free the scheduler may preempt "
-    "the request itself, and must not drop its draft for what was drawn",
-    until="vLLM does",
-    issue=NONE_FILED,
-)
-def allocate_slots(
-    original, longest: int, request, num_new_tokens, *args, num_lookahead_tokens=0, **kwargs
-):
-    from vllm.v1.request import RequestStatus
-
-    if request.status is RequestStatus.RUNNING:
-        num_lookahead_tokens += max(longest + 1 - num_new_tokens, 0)
-    return original(
-        request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
-    )
-
-
-@REGISTRY.replaces(
     "vllm.sampling_params.SamplingParams._validate_spec_decode",
     ("self", "speculative_config"),
     why="allows min_p and logit_bias, which our samplers apply to every draft token; refuses a "
@@ -148,7 +106,7 @@ def validate_spec_decode(original, self, speculative_config):
 
 
 @REGISTRY.replaces(
-    "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session",
+    f"{SCHEDULER}._update_request_as_session",
     ("self", "session", "update"),
     why="goes on with a session behind the last token but one, as without speculation, where a "
     "turn ended inside an accepted draft",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_hsd.config import platform
-from vllm_hsd.host.hooks import REGISTRY, RUNNER
+from vllm_hsd.host.hooks import REGISTRY, RUNNER, SCHEDULER
 from vllm_hsd.host.registry import NONE_FILED
 from vllm_hsd.host.request_keys import NUM_TOKENS
 
@@ -96,7 +96,7 @@ def _constrained(manager: Any, request: Any) -> bool:
 
 
 @REGISTRY.replaces(
-    "vllm.v1.core.sched.scheduler.Scheduler._update_after_schedule",
+    f"{SCHEDULER}._update_after_schedule",
     ("self", "scheduler_output"),
     why="tells the worker which drafts of a step a grammar has forced; vLLM hands it their lengths",
     until="vLLM drafts what a grammar forces",

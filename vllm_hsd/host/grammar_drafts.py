@@ -6,16 +6,15 @@ from typing import Any
 
 from vllm_hsd.host.engine_hooks import NeedsHooks
 from vllm_hsd.host.forced_tokens import force
-from vllm_hsd.host.hooks import REGISTRY
+from vllm_hsd.host.hooks import REGISTRY, SCHEDULER
 from vllm_hsd.host.registry import NONE_FILED
 
-_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 # Of what the scheduler hands to the worker: names of requests whose drafts a grammar has read.
 _READ = "hsd_read"
 
 
 @REGISTRY.replaces(
-    f"{_SCHEDULER}.update_draft_token_ids",
+    f"{SCHEDULER}.update_draft_token_ids",
     ("self", "draft_token_ids"),
     why="schedules the draft token that a grammar refuses, to be verified with the target's row: "
     "without asynchronous scheduling, as on a CPU, vLLM ends the draft before it, and so by what "
@@ -44,7 +43,7 @@ def update_draft_token_ids(original: Any, self: Any, draft_token_ids: Any) -> No
 
 
 @REGISTRY.replaces(
-    f"{_SCHEDULER}.update_draft_token_ids_in_output",
+    f"{SCHEDULER}.update_draft_token_ids_in_output",
     ("self", "draft_token_ids", "scheduler_output"),
     why="notes whose drafts a grammar reads, which are those of the worker's last step",
     until="vLLM tells drafts that a grammar refuses from those that it has not read",
@@ -59,7 +58,7 @@ def update_draft_token_ids_in_output(
 
 
 @REGISTRY.replaces(
-    f"{_SCHEDULER}.get_grammar_bitmask",
+    f"{SCHEDULER}.get_grammar_bitmask",
     ("self", "scheduler_output"),
     why="ends drafts that no grammar has read before their first token, of a request that was not "
     "in the last step of asynchronous scheduling: the rows after it have no mask",

@@ -33,6 +33,7 @@ _MODULES = (
 )
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 REGISTRY = Registry("vllm_hsd.host", _MODULES)
 HOOKS = REGISTRY.hooks

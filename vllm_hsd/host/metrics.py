@@ -24,7 +24,7 @@ from vllm.v1.spec_decode.metrics import logger as vllm_logger
 
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.host.forced_tokens import FORCED
-from vllm_hsd.host.hooks import REGISTRY
+from vllm_hsd.host.hooks import REGISTRY, SCHEDULER
 from vllm_hsd.host.registry import NONE_FILED
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,6 @@ ATTRIBUTE = "hsd_level_counts"
 STEP_ENDED = "hsd_step_ended"
 
 _METRICS = "vllm.v1.spec_decode.metrics"
-_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _UNTIL = "vLLM carries a drafter's own statistics"
 # Plugins may log what vLLM's statistics hold, in `AsyncLLM` only.
 LOGGER_PLUGINS = "vllm-project/vllm#22456"
@@ -146,7 +145,7 @@ def widen_statistics() -> None:
 
 
 @REGISTRY.replaces(
-    f"{_SCHEDULER}.update_from_output",
+    f"{SCHEDULER}.update_from_output",
     ("self", "scheduler_output", "model_runner_output"),
     why="keeps the counts per level of a step's output, and tells what learns from steps",
     until=_UNTIL,
@@ -161,7 +160,7 @@ def update_from_output(original, self, scheduler_output, model_runner_output):
 
 
 @REGISTRY.replaces(
-    f"{_SCHEDULER}.make_stats",
+    f"{SCHEDULER}.make_stats",
     (
         "self",
         "spec_decoding_stats",
@@ -235,7 +234,7 @@ def places_of(owner: Any) -> int:
 
 
 @REGISTRY.replaces(
-    f"{_SCHEDULER}.make_spec_decoding_stats",
+    f"{SCHEDULER}.make_spec_decoding_stats",
     (
         "self",
         "spec_decoding_stats",
@@ -255,7 +254,7 @@ def make_spec_decoding_stats(original, self, spec_decoding_stats, *args, **kwarg
 
 
 @REGISTRY.replaces(
-    f"{_SCHEDULER}.add_request",
+    f"{SCHEDULER}.add_request",
     ("self", "request"),
     why="sizes the histogram of a request by the longest draft, not by all branches",
     until="vLLM verifies trees",

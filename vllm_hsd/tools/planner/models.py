@@ -23,7 +23,7 @@ from vllm_hsd.tools.planner.eagle3_head import HeadDrafter
 from vllm_hsd.tools.planner.lookup_choice import LookupChoice
 from vllm_hsd.tools.planner.profile import Candidate, Sampling, real_path
 from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
-from vllm_hsd.tools.planner.shared_texts import SharedTexts, keeps_keys
+from vllm_hsd.tools.planner.shared_texts import SharedTexts, keeps_keys, text_config
 from vllm_hsd.tools.planner.suffix_level import SuffixLevel
 
 
@@ -39,11 +39,6 @@ def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
         probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
         probs /= probs.sum(-1, keepdim=True)
     return probs
-
-
-def text_config(model: Any) -> Any:
-    """Of a model that reads pictures too, the part that says what its text is."""
-    return model.config.get_text_config()
 
 
 def truncated(model: Any, layers: int, head: ExitHead | None = None) -> Any:

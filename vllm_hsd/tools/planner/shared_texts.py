@@ -13,12 +13,16 @@ ATTENTION = {"full_attention", "sliding_attention"}
 Layers = list[tuple[Tensor, Tensor]]
 
 
+def text_config(model: Any) -> Any:
+    """Of a model that reads pictures too, the part that says what its text is."""
+    return model.config.get_text_config()
+
+
 def keeps_keys(model: Any) -> bool:
     """Whether a model keeps keys and values alone, which can be cut anywhere."""
     if not isinstance(model, nn.Module):
         return False
-    text: Any = model.config
-    return set(getattr(text.get_text_config(), "layer_types", None) or ATTENTION) <= ATTENTION
+    return set(getattr(text_config(model), "layer_types", None) or ATTENTION) <= ATTENTION
 
 
 class SharedTexts:
