@@ -4,9 +4,9 @@
 
 SmolLM2-135M-Instruct answers prompts that were written for this demo (demo_prompts.jsonl: six kinds
 of six). Every prompt is answered by all configurations, in an order that rotates, at temperature 0
-and 0.7; rounds of one prompt of each kind go on until the time is over. Writes demo.csv and
-demo.png. Ends with status 1 if greedy answers differ (in 16 bits: elsewhere than at near ties of
-the target's own logits).
+and 0.7; rounds of one prompt of each kind go on until the time is over. A slow machine shows fewer
+configurations and temperature 0 alone, and says so. Writes demo.csv and demo.png. Ends with status
+1 if greedy answers differ (in 16 bits: elsewhere than at near ties of the target's own logits).
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ TEMPERATURES = [0.0, 0.7]
 ALL = "all kinds"
 # Lines of a streamed answer on the terminal.
 SHOWN = 240
-# Answers are not made shorter than this.
-FEWEST_TOKENS = 16
+# Shown however slow the machine is: no speculation, ours and vLLM's.
+FEWEST_CONFIGURATIONS = 3
 
 
 def read_prompts(path: Path = PROMPTS) -> dict[str, list[str]]:
@@ -125,7 +126,44 @@ def stream_first_answer(engines: Sweep) -> tuple[float, float]:
     return times[0], time.time() - began
 
 
-def measure(engines: Sweep, kinds: Sequence[str], rounds: int, until: float) -> list[Cell]:
+def start(engines: Sweep, answer_seconds: float, until: float) -> list[float]:
+    """Start as many engines, in their order, as have the time for a round of answers.
+
+    Args:
+        answer_seconds: of one, without speculation.
+        until: see `measure`.
+
+    Returns:
+        the temperatures that a round has time for; the first one always.
+    """
+    names, slowest, count = engines.names, 0.0, 1
+    while count < len(names):
+        needed = slowest + (count + 1) * answer_seconds
+        if count >= FEWEST_CONFIGURATIONS and time.monotonic() + needed > until:
+            break
+        began = time.monotonic()
+        engines.engines.get(count)
+        slowest, count = max(slowest, time.monotonic() - began), count + 1
+    engines.names, left_out = names[:count], [*names[count:]]
+    left = (until - time.monotonic()) / (count * answer_seconds)
+    temperatures = TEMPERATURES[: max(int(left), 1)]
+    left_out += [f"temperature {each:g}" for each in TEMPERATURES[len(temperatures) :]]
+    if left_out:
+        print(
+            f"This machine is slow, a round of answers without speculation takes it "
+            f"{answer_seconds:.0f} s; left out: {', '.join(left_out)} (--minutes makes room).",
+            flush=True,
+        )
+    return temperatures
+
+
+def measure(
+    engines: Sweep,
+    kinds: Sequence[str],
+    rounds: int,
+    until: float,
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> list[Cell]:
     """Answer rounds of a prompt of every kind until the time is over.
 
     Args:
@@ -133,7 +171,7 @@ def measure(engines: Sweep, kinds: Sequence[str], rounds: int, until: float) -> 
     """
     cells = [
         Cell("", kind, [(number * rounds + round_,) for round_ in range(rounds)], temperature)
-        for temperature in TEMPERATURES
+        for temperature in temperatures
         for number, kind in enumerate(kinds)
     ]
     longest = 0.0
@@ -149,21 +187,6 @@ def measure(engines: Sweep, kinds: Sequence[str], rounds: int, until: float) -> 
     return cells
 
 
-def shorten_answers(engines: Sweep, round_seconds: float, until: float) -> None:
-    """Halve the answers until a round of them ends in time; a slow machine shows fewer tokens.
-
-    Args:
-        round_seconds: of answers as long as now.
-        until: see `measure`.
-    """
-    tokens = engines.params["max_tokens"]
-    while time.monotonic() + round_seconds > until and tokens > FEWEST_TOKENS:
-        tokens, round_seconds = tokens // 2, round_seconds / 2
-    if tokens < engines.params["max_tokens"]:
-        print(f"Answers have {tokens} tokens at most: this machine is slow.", flush=True)
-        engines.params["max_tokens"] = tokens
-
-
 def print_notes(results: Results, rows: Sequence[dict[str, Any]]) -> None:
     """Say before the tables what makes them less trustworthy than they look."""
     disturbed = bench_quality.summary(results).sentences(results.metadata["on_host"])
@@ -173,7 +196,7 @@ def print_notes(results: Results, rows: Sequence[dict[str, Any]]) -> None:
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for temperature in TEMPERATURES:
+    for temperature in plot.values(rows, "temperature"):
         table = Table(title=f"Speed-up over no speculation, temperature {temperature:g}")
         table.add_column("configuration", max_width=34)
         at = [row for row in rows if row["temperature"] == temperature]
@@ -252,14 +275,11 @@ def run(
         first_word, seconds = stream_first_answer(engines)
         waited = first_word - called
         print(f"First streamed answer {waited:.0f} s after the call.", flush=True)
-        for index in range(1, len(engines.names)):
-            engines.engines.get(index)
-        answers = len(engines.names) * len(kinds) * len(TEMPERATURES)
-        shorten_answers(engines, answers * seconds, until)
-        cells = measure(engines, kinds, rounds, until)
+        temperatures = start(engines, len(kinds) * seconds, until)
+        cells = measure(engines, kinds, rounds, until, temperatures)
         faults = engines.compare()
     rows = []
-    for temperature in TEMPERATURES:
+    for temperature in temperatures:
         own = [cell for cell in cells if cell.temperature == temperature]
         rows += [row for cell in own for row in engines.rows([cell])]
         rows += engines.rows(own, set=ALL)
@@ -290,7 +310,9 @@ def main() -> int:
     chosen = options(__doc__, RESULTS / "demo", 7.0).parse_args()
     if not has_head():
         print(f"No EAGLE-3 head: {os.path.relpath(HEAD)} is not there.")
-    return run(chosen, {**vllms_own(), **ours()}, "demo", "SmolLM2-135M-Instruct")
+    # Where time is short the last ones are left out.
+    pairs = zip(reversed(ours().items()), reversed(vllms_own().items()), strict=True)
+    return run(chosen, dict(chain.from_iterable(pairs)), "demo", "SmolLM2-135M-Instruct")
 
 
 if __name__ == "__main__":

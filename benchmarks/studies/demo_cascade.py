@@ -47,17 +47,17 @@ def configs(dtype: str) -> dict[str, dict[str, Any]]:
     small = {"model": os.path.relpath(qwen_coder("0.5B"))}
     below = {**SUFFIX, "num_tokens": 8}
     own = {"method": "draft_model", "num_speculative_tokens": 3, **small}
+    # Where time is short the last ones are left out.
     found = {
         "suffix < 0.5B": fixed(below, small, length=8),
         "suffix < 0.5B, adaptive": fixed(below, small, length=8, adaptive=True),
-        "suffix": fixed(SUFFIX, length=8),
-        "0.5B": fixed(small, length=3),
     }
     needed = MEMORY[dtype] + MORE_MEMORY[dtype]
     if psutil.virtual_memory().available >= needed:
         found["vLLM's draft_model (0.5B)"] = own
     else:
         print(f"vLLM's draft_model is left out: it takes {needed >> 30} GiB of memory in all.")
+    found |= {"suffix": fixed(SUFFIX, length=8), "0.5B": fixed(small, length=3)}
     if CASCADE.exists():
         # Where the paths are those of the other configurations, one engine serves both.
         found["planned"] = planned(CASCADE)

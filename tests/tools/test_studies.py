@@ -171,6 +171,26 @@ def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "count", "temperatures"),
+    [(1000, 5, 2), (80, 5, 1), (55, 4, 1), (45, 3, 1), (0, 3, 1)],
+)
+def test_a_slow_machine_shows_fewer_configurations(
+    tmp_path, monkeypatch, capsys, seconds, count, temperatures
+):
+    """Engines of five seconds, a round of ten for each configuration."""
+    engines, clock = engines_of(dict.fromkeys("abcd", CONFIG), tmp_path), [0]
+    monkeypatch.setattr(demo.time, "monotonic", lambda: clock[0])
+    load = engines.engines.get
+    monkeypatch.setattr(engines.engines, "get", lambda i: clock.append(clock.pop() + 5) or load(i))
+    assert len(demo.start(engines, 10, seconds)) == temperatures
+    assert engines.names == [PLAIN, *"abcd"[: count - 1]]
+    assert len(engines.engines.loaded) == count - 1
+    printed = capsys.readouterr().out
+    assert ("left out: " in printed) == (count < 5 or temperatures < 2)
+    assert all(f"{name}, " in printed for name in "abcd"[count - 1 :])
+
+
 def test_the_page_of_results_has_the_rows_of_their_table():
     page = (STUDIES.parents[1] / "docs" / "results.md").read_text()
     assert "\n".join(results.tables(Table(STUDIES.parent / "results.csv").rows)) in page
