@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.columns import Table, chosen, counts, interval, latencies, times
 from benchmarks.models.smollm2 import smollm2
+from vllm_hsd.errors import UserError
 from vllm_hsd.tools.cli import bench, bench_quality, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.tools.cli.bench_runs import Engines, compare_greedy
@@ -290,7 +291,7 @@ def started(
         engine_args: further ones, of `vllm.LLM`.
 
     Raises:
-        UserError: vLLM refuses the model or a configuration, or the model runs in no dtype.
+        SystemExit: with a sentence: vLLM refuses the model or a configuration, or one fails.
     """
     comparison = Comparison(
         # Results name the model: a relative path says nothing about the machine.
@@ -305,10 +306,13 @@ def started(
         engine_args={"dtype": chosen.dtype, "enforce_eager": not chosen.compiled, **engine_args},
         output=chosen.output,
     )
-    comparison, setup = bench.prepare(comparison)
-    chosen.dtype = setup.dtype
-    with engines_class(comparison, setup) as engines:
-        yield Sweep([PLAIN, *configs], comparison, setup, engines, ignore_eos=ignore_eos)
+    try:
+        comparison, setup = bench.prepare(comparison)
+        chosen.dtype = setup.dtype
+        with engines_class(comparison, setup) as engines:
+            yield Sweep([PLAIN, *configs], comparison, setup, engines, ignore_eos=ignore_eos)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def fill(
