@@ -119,6 +119,10 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             r"adaptive has no meaning with levels\[0\]\.mtp, .*: remove it\.$",
         ),
         (
+            on(mtp, {"mtp": {}}, disable_by_batch_size=4, engine={"data_parallel_size": 2}),
+            "disable_by_batch_size does not run data-parallel .*: remove it, or set",
+        ),
+        (
             on(mtp, {"mtp": {}, "max_model_len": 64}),
             r"levels\[0\]\.max_model_len has no meaning with levels\[0\]\.mtp, .*: remove it\.$",
         ),

@@ -81,6 +81,12 @@ def engine_mistakes(hsd: CascadeConfig, arguments: EngineArgs) -> Iterator[str]:
                 f"levels[{i}].{source.kind} runs layers of the target, which does not work with "
                 "LoRA adapters: remove the level or enable_lora."
             )
+    # vLLM drops the lengths by batch size that carry it: ranks may choose different ones.
+    if hsd.is_stock and hsd.disable_by_batch_size and arguments.data_parallel_size > 1:
+        yield (
+            "disable_by_batch_size does not run data-parallel where vLLM's own drafter serves "
+            "levels[0]: remove it, or set data_parallel_size to 1."
+        )
     if mistake := connector_mistake(hsd, arguments):
         yield mistake
 
