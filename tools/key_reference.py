@@ -31,7 +31,8 @@ keys do together is in [configuration](configuration.md), whole configurations a
 
 ## `"method": "hsd"`
 
-`cascade`, the path of a file that `vllm-hsd plan` wrote, may stand in place of `levels`.
+`cascade`, the path of a file that `vllm-hsd plan` wrote, may stand in place of `levels`; other keys
+given next to it win over the file's.
 """
 
 

@@ -22,7 +22,6 @@ def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
         enable_lora=keys.pop("enable_lora", False),
         kv_transfer_config=connector,
         kv_offloading_size=None,
-        enable_dbo=keys.pop("enable_dbo", False),
         max_num_batched_tokens=keys.pop("max_num_batched_tokens", None),
         max_num_seqs=keys.pop("max_num_seqs", None),
     )
@@ -100,7 +99,6 @@ def test_branches_of_lookups_alone():
 def test_no_branches_where_they_do_not_fit():
     assert with_defaults(LOOKUPS, connector=object()).branches == 1
     assert with_defaults(LOOKUPS, target=SimpleNamespace(uses_mrope=True)).branches == 1
-    assert with_defaults(LOOKUPS, enable_dbo=True).branches == 1
     # Three drafts of five tokens with their root.
     assert with_defaults(LOOKUPS, max_num_batched_tokens=19).branches == 3
     assert with_defaults(LOOKUPS, max_num_batched_tokens=11).branches == 1

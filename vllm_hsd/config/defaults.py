@@ -79,7 +79,6 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
         "enable_adaptive_verification": hsd.enable_adaptive_verification,
         "multi-dimensional positions": target.uses_mrope,
         "a KV connector": connector_mistake(branching, arguments) is not None,
-        "enable_dbo": arguments.enable_dbo,
         "max_num_batched_tokens, max_num_seqs or enable_lora": most < 2,
     }
     for reason, holds in reasons.items():

@@ -30,6 +30,9 @@ from vllm_hsd.host.stock_drafters import kept_drafts
 
 logger = init_logger(f"vllm.{__name__}")
 
+# In messages: what has our verifier.
+_SERVED = "method 'hsd' and rejection_sample_method 'hierarchical'"
+
 
 def serve(runner: Any) -> None:
     """Put our verifier into a V2 model runner that has loaded its models.
@@ -42,18 +45,15 @@ def serve(runner: Any) -> None:
         return  # a pipeline stage that does not sample
     if type(sampler).__name__ != "Sampler" or type(stock) is not RejectionSampler:
         raise UserError(
-            "rejection_sample_method 'hierarchical' works with vLLM's own samplers, not with "
-            f"{type(sampler).__name__} and {type(stock).__name__}: remove it, or watermarking."
+            f"{_SERVED} work with vLLM's own samplers, not with {type(sampler).__name__} and "
+            f"{type(stock).__name__}: remove the speculative configuration, or watermarking."
         )
     if runner.batch_sharder is not None:
-        raise UserError(
-            "rejection_sample_method 'hierarchical' does not work with enable_batch_sharded_"
-            "sampling: remove one of them."
-        )
+        raise UserError(f"{_SERVED} do not work with enable_batch_sharded_sampling: remove it.")
     if sampler.use_fp64_gumbel:
         raise UserError(
-            "rejection_sample_method 'hierarchical' draws requests with seeds from vLLM's noise in "
-            "float32: remove use_fp64_gumbel."
+            f"{_SERVED} draw requests with seeds from vLLM's noise in float32: remove "
+            "use_fp64_gumbel."
         )
     speculator, kept = runner.speculator, None
     couples_all = runner.speculative_config.hsd_couples_all

@@ -211,7 +211,6 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         """Why no runner can host the branches: a sentence for each reason."""
         parallel = vllm_config.parallel_config
         refused = {
-            "microbatches: remove branches or enable_dbo": parallel.use_ubatching,
             "pipeline parallelism: remove branches": parallel.pipeline_parallel_size > 1,
             "context parallelism: remove branches": parallel.decode_context_parallel_size > 1
             or parallel.prefill_context_parallel_size > 1,

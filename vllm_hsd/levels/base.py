@@ -265,7 +265,8 @@ class VllmModelKeys(LevelConfig):
     """Keys of levels that vLLM loads as a model: those of its own draft configuration.
 
     Attributes:
-        max_model_len: longest context that the level drafts for, in tokens.
+        max_model_len: longest context that the level drafts for, in tokens; not where vLLM's own
+            drafter serves it.
     """
 
     keeps_cache = True
