@@ -1,17 +1,16 @@
 """The wheel by itself: installed into a new environment and used outside the checkout."""
 
 import functools
-import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-import urllib.request
 import venv
 import zipfile
 from pathlib import Path
 
+import openai
 import pytest
 from support.bench_check import check_bench
 from support.openai_server import running_server
@@ -96,10 +95,8 @@ def test_a_request_is_served_without_the_checkout(installed, text_family, tmp_pa
     config = {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"ngram": {"max": 3}}]}
     options = dict(speculative_config=config, python=installed.python)
     with running_server(text_family.target, tmp_path, **options) as server:
-        body = {"model": "tiny", "prompt": "a b c a b c a b", "max_tokens": 20, "ignore_eos": True}
-        headers = {"Content-Type": "application/json"}
-        url = f"{server.url}/v1/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 20
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
+        body = {"model": "tiny", "prompt": "a b c a b c a b", "max_tokens": 20}
+        answer = client.completions.create(**body, extra_body={"ignore_eos": True})
+        assert answer.usage.completion_tokens == 20
         assert server.total("vllm:spec_decode_num_draft_tokens_total") > 0

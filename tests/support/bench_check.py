@@ -1,4 +1,4 @@
-"""A short `vllm-hsd bench` of a cascade of tiny models, and what it must print and write."""
+"""Comparisons of `vllm-hsd bench`: made up; of tiny models, and what it must print and write."""
 
 import json
 from collections.abc import Callable
@@ -7,6 +7,16 @@ from pathlib import Path
 from support.cascades import cascade
 
 from vllm_hsd.tools.audit.tiny_models import Family
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
+
+SETUP = Setup([None] * 9, [[1, 2], [3]], True, 1000, "float32", "cpu", 1, 1 << 40)
+
+
+def make_comparison(output: Path, configs: list, prompts: str, **changes) -> Comparison:
+    """Of models that are not there; every character is a prompt."""
+    sizes = {"batch_sizes": [1], "max_tokens": 5, "num_prompts": len(prompts), "rounds": 1}
+    options = {"model": "org/target", "engine_args": {}, "temperatures": [0.0], **sizes, **changes}
+    return Comparison(configs=configs, prompts=list(prompts), output=output, **options)
 
 
 def check_bench(vllm_hsd: Callable[..., str], family: Family, directory: Path) -> None:

@@ -4,16 +4,17 @@ import argparse
 import copy
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.bench_check import SETUP, make_comparison
 
 from benchmarks import plot, results, shared_engines, sweep
 from benchmarks.columns import Table
 from benchmarks.studies import demo, papers
 from benchmarks.studies.configs import fixed
 from benchmarks.sweep import PLAIN, Group, Sweep
-from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
 from vllm_hsd.tools.engine import Generation
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 2}
@@ -54,20 +55,8 @@ class FakeEngines:
 
 
 def engines_of(configs, tmp_path, prompts=4):
-    comparison = Comparison(
-        model="m",
-        configs=[None, *configs.values()],
-        prompts=list("uvwxyz"[:prompts]),
-        batch_sizes=[1],
-        temperatures=[0.0],
-        max_tokens=5,
-        num_prompts=prompts,
-        rounds=1,
-        engine_args={},
-        output=tmp_path,
-    )
-    ids = [[n] for n in range(1, prompts + 1)]
-    setup = Setup([None] * 9, ids, True, 1000, "float32", "cpu", 1, 1 << 40)
+    comparison = make_comparison(tmp_path, [None, *configs.values()], "uvwxyz"[:prompts])
+    setup = replace(SETUP, prompt_ids=[[n] for n in range(1, prompts + 1)])
     return Sweep([PLAIN, *configs], comparison, setup, FakeEngines())
 
 

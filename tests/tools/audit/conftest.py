@@ -13,7 +13,7 @@ from vllm_hsd.tools.cli import main as cli
 from vllm_hsd.tools.engine import EngineProcess
 from vllm_hsd.tools.worker_process import WorkerProcess
 
-KEPT = ("enforce_eager", "max_model_len", "kv_cache_memory_bytes")
+KEPT = ("enforce_eager", "kv_cache_memory_bytes")
 ENGINE_ARGS = json.dumps({key: ENGINE_DEFAULTS[key] for key in KEPT})
 
 

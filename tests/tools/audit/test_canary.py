@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.command_line import refused
 from support.stand_in_servers import stand_in
 
 from vllm_hsd.tools.audit.canary import Canary
@@ -56,8 +57,7 @@ def test_watch(tmp_path, capsys, wrong):
         said = capsys.readouterr().out
         with stand_in("sglang") as other:
             arguments[2] = other
-            assert cli.main(arguments) == 2
-        assert f"is of the url '{url}', not '{other}'" in capsys.readouterr().err
+            assert f"is of the url '{url}', not '{other}'" in refused(capsys, *arguments)
     state = json.loads((tmp_path / "watch.json").read_text())
     assert statuses == [1 if wrong else 0] * 2, said
     if wrong:

@@ -1,18 +1,13 @@
 """The workloads of `vllm-hsd verify` on tiny models."""
 
-import json
 from collections.abc import Callable, Sequence
 
 import pytest
 from support.adapters import write_adapter
-from support.engines import ENGINE_DEFAULTS
 from support.marks import slow
 
 from vllm_hsd.tools.cli.verify import WORKLOADS
 from vllm_hsd.tools.cli.verify_workloads import NAMES, shares
-
-KEPT = ("enforce_eager", "kv_cache_memory_bytes")
-ENGINE_ARGS = json.dumps({key: ENGINE_DEFAULTS[key] for key in KEPT} | {"max_model_len": 512})
 
 
 @pytest.fixture
@@ -21,7 +16,7 @@ def under(text_family, verify) -> Callable[..., tuple[int, dict]]:
     config = {"method": "hsd", "num_speculative_tokens": 4, "levels": [{"model": text_family.mid}]}
 
     def run(workloads: Sequence[str], *options: str, **keys) -> tuple[int, dict]:
-        given = "--workload", ",".join(workloads), "--engine-args", ENGINE_ARGS, *options
+        given = "--workload", ",".join(workloads), *options
         return verify(text_family.target, config, *given, temperatures="0,1", **keys)
 
     return run

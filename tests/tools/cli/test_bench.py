@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import pytest
-from support.bench_check import check_bench
+from support.bench_check import SETUP, check_bench, make_comparison
 from support.command_line import run
 from support.engines import forked, started
 
@@ -18,7 +18,7 @@ from vllm_hsd.levels.base import BRANCHES
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli import bench, bench_files, bench_report, bench_runs, greedy
 from vllm_hsd.tools.cli import main as cli
-from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
+from vllm_hsd.tools.cli.bench_jobs import Job, Results
 from vllm_hsd.tools.cli.bench_runs import jobs, measure
 from vllm_hsd.tools.cli.options import rendered
 from vllm_hsd.tools.engine import EngineProcess, Generation
@@ -36,23 +36,11 @@ CASCADE = {
     "num_speculative_tokens": 8,
     "levels": [{"ngram": {"max": 4}, "num_tokens": 3}, {"model": "org/small"}],
 }
-SETUP = Setup([None] * 3, [[1, 2], [3]], True, 1000, "float32", "cpu", 1, 1 << 40)
 
 
-def make_comparison(tmp_path, **changes):
-    options = dict(
-        model="org/target",
-        configs=[None, NGRAM, CASCADE],
-        prompts=["a", "b"],
-        batch_sizes=[1, 2],
-        temperatures=[0.0, 1.0],
-        max_tokens=5,
-        num_prompts=2,
-        rounds=3,
-        engine_args={},
-        output=tmp_path,
-    )
-    return Comparison(**{**options, **changes})
+def three_rounds(tmp_path, configs=(None, NGRAM, CASCADE), **changes):
+    sizes = {"batch_sizes": [1, 2], "temperatures": [0.0, 1.0], "rounds": 3, **changes}
+    return make_comparison(tmp_path, configs, "ab", **sizes)
 
 
 class FakeEngines(AbstractContextManager):
@@ -136,7 +124,7 @@ def measured(comparison, dtype="float32"):
 
 
 def test_configurations_alternate_in_an_order_that_rotates(tmp_path):
-    comparison = make_comparison(tmp_path, batch_sizes=[1], temperatures=[0.0])
+    comparison = three_rounds(tmp_path, batch_sizes=[1], temperatures=[0.0])
     assert [(job.part, job.config) for job in jobs(comparison, 0, True)] == [
         (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0),
     ]  # fmt: skip
@@ -155,7 +143,7 @@ def test_a_control_is_no_speculation_once_more(tmp_path, monkeypatch):
 
 
 def test_rows_hold_the_figures(fakes, tmp_path, capsys):
-    _, rows = measured(make_comparison(tmp_path))
+    _, rows = measured(three_rounds(tmp_path))
     assert [list(row) for row in rows] == [KEYS] * 12
     none, ngram, cascade = rows[:3]
     assert (none["config"], ngram["config"]) == (None, NGRAM)
@@ -195,7 +183,7 @@ def test_a_greedy_difference_is_a_failure_but_for_near_ties_in_bfloat16(
 ):
     FakeEngine.wrong = {2}
     monkeypatch.setattr(FakeEngine, "gap", gap)
-    results, rows = measured(make_comparison(tmp_path, batch_sizes=[2]), dtype)
+    results, rows = measured(three_rounds(tmp_path, batch_sizes=[2]), dtype)
     first = results.differences[0]
     assert (first.context, first.expected, first.found) == ((3, 7, 7, 7, 7), 7, 8)
     assert len(greedy.unexplained(results.differences, dtype)) == (0 if explained else 3)
@@ -207,7 +195,7 @@ def test_a_greedy_difference_is_a_failure_but_for_near_ties_in_bfloat16(
 
 def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
     FakeEngine.broken_in_round = {1: 2}
-    results, rows = measured(make_comparison(tmp_path))
+    results, rows = measured(three_rounds(tmp_path))
     broken = [row for row in rows if row["name"] == "ngram 4"]
     assert len(broken) == 4
     for row in broken:
@@ -221,7 +209,7 @@ def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
 
 
 def test_table_and_files(fakes, tmp_path):
-    comparison = make_comparison(tmp_path)
+    comparison = three_rounds(tmp_path)
     results, rows = measured(comparison)
     table = rendered(bench_report.report(results, rows)).export_text()
     assert max(map(len, table.splitlines())) <= 98
@@ -258,7 +246,7 @@ def test_table_and_files(fakes, tmp_path):
 def test_what_a_prompt_asks_for_reaches_the_engines_that_know_it(tmp_path):
     own = {"hsd_prediction": "x", "hsd_num_tokens": 2, "mine": 1}
     sampling = [{"extra_args": own}, {"structured_outputs": {"json": {}}}]
-    comparison = make_comparison(tmp_path, sampling=sampling, num_prompts=3)
+    comparison = three_rounds(tmp_path, sampling=sampling, num_prompts=3)
     known = [set(), {"hsd_num_tokens"}, set(own) - {"mine"}]
     setup = dataclasses.replace(SETUP, request_keys=known)
     of_all = {"max_tokens": 5, "ignore_eos": False, "temperature": 0.5}
@@ -281,7 +269,7 @@ def test_gaps_below_a_grammar_are_those_of_two_tokens(fakes, tmp_path, monkeypat
     monkeypatch.setattr(FakeEngine, "call", call)
     FakeEngine.wrong = {2}
     sampling = [{}, {"structured_outputs": {"json": {}}}]
-    comparison = make_comparison(tmp_path, sampling=sampling, batch_sizes=[1])
+    comparison = three_rounds(tmp_path, sampling=sampling, batch_sizes=[1])
     results, _ = measured(comparison, "bfloat16")
     assert asked == [{}, {"alone": True}]
     assert [each.gap for each in results.differences] == [0.1] * 6
@@ -391,7 +379,7 @@ def test_branches_have_their_rows_of_attention(tmp_path):
     drawn = {"method": "hsd", "levels": [{"model": "small", "branches": 3}]}
     looked_up = {"method": "hsd", "levels": [{"sources": [{"ngram": {}}]}]}
     for config, rows in ((drawn, 3), (looked_up, BRANCHES), ({"method": "ngram"}, 1)):
-        found = make_comparison(tmp_path, configs=[None, config])
+        found = three_rounds(tmp_path, configs=[None, config])
         assert found.base_args["max_num_seqs"] == max(2, rows)
         found = dataclasses.replace(found, batch_sizes=[2])
         assert found.base_args["max_num_seqs"] == 2 * rows

@@ -5,7 +5,7 @@ import re
 from unittest import mock
 
 import pytest
-from support.command_line import run
+from support.command_line import refused, run
 from support.plain_profile import plain_profile
 
 from vllm_hsd.tools.planner import measure
@@ -13,14 +13,6 @@ from vllm_hsd.tools.planner.profile import Profile
 from vllm_hsd.tools.planner.task import Task, candidates
 
 A = ["--models", "A"]
-
-
-def fails(capsys, *arguments):
-    """What `vllm-hsd ARGUMENTS` says on its way out with status 2."""
-    assert run(*arguments) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith(f"vllm-hsd {arguments[0]}: ") and said.endswith(".")
-    return said
 
 
 @pytest.mark.parametrize(
@@ -38,7 +30,7 @@ def fails(capsys, *arguments):
 def test_impossible_constraints(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Profile(**plain_profile()).save("profile.json")
-    assert message in fails(capsys, "plan", "profile.json", *arguments)
+    assert message in refused(capsys, "plan", "profile.json", *arguments)
 
 
 def test_a_profile_of_another_machine_is_planned_with_a_warning(tmp_path, capsys):
@@ -83,14 +75,14 @@ def test_profiles_that_cannot_be_measured(tmp_path, capsys, monkeypatch, argumen
     monkeypatch.chdir(tmp_path)
 
     (tmp_path / "lines.jsonl").write_text('{"prompt": ""}\n')
-    assert message in fails(capsys, "profile", "--target", "T", *arguments)
+    assert message in refused(capsys, "profile", "--target", "T", *arguments)
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_profile_on_a_gpu_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: True)
     arguments = ["--target", "T", *A, "-o", tmp_path / "p.json"]
-    assert "works on CPUs alone" in fails(capsys, "profile", *arguments)
+    assert "works on CPUs alone" in refused(capsys, "profile", *arguments)
 
 
 def test_another_machine_or_file_is_another_measurement(tmp_path):

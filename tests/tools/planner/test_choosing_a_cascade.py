@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from support.command_line import run
+from support.command_line import refused, run
 
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
@@ -30,6 +30,19 @@ def plain(ms):
     return LatencyTable(batch_sizes=[1, 2, 8], tokens=[1], ms=[[ms]] * 3)
 
 
+def make_profile(candidates, rates, *forward, **fields):
+    """Of drafts of 8 tokens; `forward` are tables of the candidates and of the target."""
+    return Profile(
+        schema=3,
+        target="models/target",
+        candidates=candidates,
+        max_draft_tokens=8,
+        rates=rates,
+        latencies=Latencies(forward=list(forward), plain=plain(9.5)),
+        **fields,
+    )
+
+
 def candidate(name, **level):
     return {"name": name, "level": level}
 
@@ -37,21 +50,14 @@ def candidate(name, **level):
 @pytest.fixture
 def profile():
     """Two drafters for which the cascade of both pays, and an exit that never does."""
-    return Profile(
-        schema=3,
-        target="models/target",
-        candidates=[
-            candidate("mid", model="models/mid"),
-            candidate("small", model="models/small"),
-            candidate("exit 3", early_exit=3),
-        ],
-        max_draft_tokens=8,
-        rates=[[1, 0.8, 0.6, 0.85], [0.8, 1, 0.5, 0.68], [0.6, 0.5, 1, 0.5], [0.85, 0.68, 0.5, 1]],
-        latencies=Latencies(
-            forward=[table(1.0, 0.01), table(0.05, 0.01), table(4.0, 0.1), table(10.0, 0.05)],
-            plain=plain(9.5),
-        ),
-    )
+    candidates = [
+        candidate("mid", model="models/mid"),
+        candidate("small", model="models/small"),
+        candidate("exit 3", early_exit=3),
+    ]
+    rates = [[1, 0.8, 0.6, 0.85], [0.8, 1, 0.5, 0.68], [0.6, 0.5, 1, 0.5], [0.85, 0.68, 0.5, 1]]
+    forward = table(1.0, 0.01), table(0.05, 0.01), table(4.0, 0.1), table(10.0, 0.05)
+    return make_profile(candidates, rates, *forward)
 
 
 @pytest.fixture
@@ -61,17 +67,10 @@ def with_lookup():
     survival[:, 0, :, :, 1:] = 0.4
     joint = np.zeros((3, 9, 9, 9, 9))
     joint[..., 0, 0], joint[..., 8, 0], joint[..., 8, 8] = 0.4, 0.2, 0.4
-    profile = Profile(
-        schema=3,
-        target="models/target",
-        candidates=[candidate("ngram 4", ngram={"max": 4}), candidate("mid", model="models/mid")],
-        max_draft_tokens=8,
-        rates=[[None] * 3, [None, 1, 0.9], [None, 0.9, 1]],
-        tables="",
-        latencies=Latencies(
-            forward=[table(0.01, 0), table(1.0, 0.01), table(10.0, 0.05)], plain=plain(9.5)
-        ),
-    )
+    candidates = [candidate("ngram 4", ngram={"max": 4}), candidate("mid", model="models/mid")]
+    rates = [[None] * 3, [None, 1, 0.9], [None, 0.9, 1]]
+    forward = table(0.01, 0), table(1.0, 0.01), table(10.0, 0.05)
+    profile = make_profile(candidates, rates, *forward, tables="")
     profile.set_tables({"block": survival, "standard": survival, "lookup0": joint})
     return profile
 
@@ -122,19 +121,13 @@ def test_nothing_drafts_for_a_head(with_lookup):
 
 
 def test_plan_refuses_the_standard_rule_for_a_head_alone(tmp_path, capsys):
-    given = Profile(
-        schema=3,
-        target="models/target",
-        candidates=[candidate("eagle3", eagle3="models/head")],
-        max_draft_tokens=8,
-        rates=[[1, 0.8], [0.8, 1]],
-        latencies=Latencies(forward=[table(1.0, 0.01), table(10.0, 0.05)], plain=plain(9.5)),
-    )
+    head, rates = candidate("eagle3", eagle3="models/head"), [[1, 0.8], [0.8, 1]]
+    given = make_profile([head], rates, table(1.0, 0.01), table(10.0, 0.05))
     given.save(tmp_path / "profile.json")
     arguments = "plan", tmp_path / "profile.json", "-o", tmp_path / "cascade.json"
     assert run(*arguments) == 0
-    assert run(*arguments, "--verifier", "standard") != 0
-    assert "plan with --verifier block" in capsys.readouterr().err
+    said = refused(capsys, *arguments, "--verifier", "standard")
+    assert "plan with --verifier block" in said
 
 
 def served(output):
