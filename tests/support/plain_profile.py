@@ -3,9 +3,10 @@
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
 
 
-def plain_profile() -> dict:
+def plain_profile(batch_sizes: tuple[int, ...] = (1,)) -> dict:
     """Two models, an early exit and the target, without tables."""
-    flat = [LatencyTable(batch_sizes=[1], tokens=[1], ms=[[ms]]) for ms in (0.5, 1.0, 5.0)]
+    sizes, times = list(batch_sizes), (0.5, 1.0, 5.0)
+    flat = [LatencyTable(batch_sizes=sizes, tokens=[1], ms=[[ms]] * len(sizes)) for ms in times]
     return {
         "schema": 3,
         "target": "models/target",

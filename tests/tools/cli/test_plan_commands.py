@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -31,6 +32,27 @@ def test_impossible_constraints(tmp_path, capsys, monkeypatch, arguments, messag
     monkeypatch.chdir(tmp_path)
     Profile(**plain_profile()).save("profile.json")
     assert message in refused(capsys, "plan", "profile.json", *arguments)
+
+
+def test_plans_of_several_batch_sizes_write_all_or_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = plain_profile((1, 2))
+    Profile(**found).save("p-batch1.json")
+    sizes = "--batch-sizes", "1,2"
+    said = refused(capsys, "plan", "p-batch1.json", "-o", "p.json", *sizes)
+    assert "would write over the profile" in said
+    assert run("plan", "p-batch1.json", *sizes) == 0
+    cascades = {Path(f"cascade-batch{size}.json") for size in (1, 2)}
+    assert cascades < {*Path().iterdir()}
+    # At one of them a head alone is the fastest.
+    found["candidates"][0] = {"name": "head", "level": {"eagle3": "models/head"}}
+    found["rates"] = [[1, 0.7, 0.9], [0.7, 1, 0.8], [0.9, 0.8, 1]]
+    found["latencies"]["forward"][0]["ms"] = [[4.0], [0.5]]
+    Profile(**found).save("p.json")
+    before = {path: path.read_bytes() for path in cascades}
+    said = refused(capsys, "plan", "p.json", *sizes, "--verifier", "standard")
+    assert "--verifier standard: " in said and "by block verification" in said
+    assert {path: path.read_bytes() for path in cascades} == before
 
 
 def test_a_profile_of_another_machine_is_planned_with_a_warning(tmp_path, capsys):

@@ -219,13 +219,17 @@ def plan_command(arguments: argparse.Namespace) -> int:
     profile = load_profile(arguments.profile)
     _check_directory(arguments.output)
     read = {path.resolve() for path in (arguments.profile, tables_file(arguments.profile))}
-    if arguments.output.resolve() in read:
+    paths = {batch: arguments.output for batch in arguments.batch_sizes}
+    if len(paths) > 1:
+        stem = arguments.output.stem
+        paths = {batch: arguments.output.with_stem(f"{stem}-batch{batch}") for batch in paths}
+    if not read.isdisjoint(path.resolve() for path in paths.values()):
         raise UserError("--output would write over the profile: name another file.")
     console, messages = Console(), Console(stderr=True, soft_wrap=True)
     for warning in (*environment_warnings(profile), *measurement_warnings(profile)):
         messages.print(f"warning: {warning}", style="yellow")
-    commands = []
-    for batch in arguments.batch_sizes:
+    planned = []
+    for batch in paths:
         constraints = Constraints(
             batch=batch,
             max_levels=arguments.max_levels,
@@ -233,7 +237,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
             verifier=arguments.verifier,
         )
         search = Search(profile, constraints)
-        choice = search.choose()
+        planned.append((search, search.choose()))
+        _check_verifier(profile, planned[-1][1])
+    commands = []
+    for search, choice in planned:
         console.print(choice_table(profile, choice))
         for name, option in losers(choice):
             why = why_slower(profile, option, choice.best)
@@ -241,13 +248,12 @@ def plan_command(arguments: argparse.Namespace) -> int:
             console.print(f"{name}: {longer:+.1%}, {why}", soft_wrap=True)
         parts = (f"{part} {seconds:.2f}" for part, seconds in search.seconds.items())
         messages.print(f"planned in {sum(search.seconds.values()):.2f} s ({', '.join(parts)})")
-        path = arguments.output
-        if len(arguments.batch_sizes) > 1:
-            path = path.with_stem(f"{path.stem}-batch{batch}")
+        batch = choice.constraints.batch
+        path = paths[batch]
+        if len(paths) > 1:
             commands.append(f"# batch size {batch}")
         commands.append(serve_command(profile, choice))
         if choice.best.selection.levels:
-            _check_verifier(profile, choice)
             write_json(path, cascade_file(profile, choice, arguments.profile))
             messages.print(f"wrote {path}")
             only, *others = (profile.candidates[i] for i in choice.best.selection.levels)
@@ -266,6 +272,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def _check_verifier(profile: Profile, choice: Plan) -> None:
     """vLLM's own drafter has no `verifier`."""
+    if not choice.best.selection.levels:
+        return
     config = CascadeConfig.parse(cascade_keys(profile, choice))
     if config.verifier == "standard" and config.is_stock:
         raise UserError(
