@@ -121,11 +121,6 @@ def test_probabilities_equal_counting_by_hand(seed):
         np.testing.assert_allclose(row, (counts + weight * single) / (counts.sum() + weight), 1e-5)
 
 
-def test_no_pair_spans_two_texts():
-    found, _ = successors(collect_texts([np.array([0, 1]), np.array([2, 3])], 4))
-    assert found.tolist() == [1, -1, 3, -1]
-
-
 def test_chains_end_where_there_is_no_successor():
     level = BigramLevel(collect_texts([np.array([0, 1, 2]), np.array([3, 3])], 5))
     tokens = np.array([[4, 0, 0, 0], [3, 0, 0, 0], [4, 0, 0, 0], [1, 3, 0, 0]], np.int32)

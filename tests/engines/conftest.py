@@ -1,10 +1,9 @@
 """What engines are compared with, and how they draft; kernels as in tests/kernels/conftest.py."""
 
 import pytest
-import torch
 from support import triton_cpu
 from support.engines import GREEDY, PROMPTS, SEEDED_JOBS, ids, run_engine
-from transformers import AutoModelForCausalLM
+from support.tiny_models import greedy_text
 
 triton_cpu.prepare_vllm()
 triton_cpu.check_programs()
@@ -20,15 +19,7 @@ def proposals(request) -> None:
 @pytest.fixture(scope="session")
 def greedy_tokens(family) -> list[list[int]]:
     """The target's greedy tokens after `engines.PROMPTS`, by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(family.target, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    count = GREEDY["max_tokens"]
-    return [
-        model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[
-            0, -count:
-        ].tolist()
-        for prompt in PROMPTS
-    ]
+    return greedy_text(family.target, PROMPTS, GREEDY["max_tokens"])
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import transformers
 from support.architectures import ARCHITECTURES, COMMON, write_models
 from support.engines import ids, in_process, run_engine, started
 from support.level_files import cascade, target_head
+from support.marks import slow_but
 
 import vllm_hsd
 from vllm_hsd.cascade.exit_head import EXIT_ARCHITECTURES, write_exit_head
@@ -34,11 +35,7 @@ def greedy(result: dict) -> list[list[int]]:
     return ids(result["text"])[:3]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[name if name == FAST else pytest.param(name, marks=pytest.mark.slow)
-            for name in ARCHITECTURES],
-)  # fmt: skip
+@pytest.fixture(scope="module", params=slow_but([(FAST,)], [(name,) for name in ARCHITECTURES]))
 def models(request, tmp_path_factory):
     target, drafter = write_models(request.param, tmp_path_factory.mktemp(request.param))
     return request.param, target, drafter, greedy(run_engine({"model": target}, JOBS))

@@ -5,6 +5,7 @@ import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from engines.test_branches import texts
@@ -58,12 +59,23 @@ def capture(runner, requests: list[int]) -> dict[tuple[int, int], Any]:
     return {(d.uniform_token_count, d.num_reqs): graph for d, graph in manager.graphs.items()}
 
 
-def in_graphs(llm, work):
-    """What an engine's process does: jobs, then one of them without what replays need."""
+def in_graphs(llm, work, looked_for=lambda hosted, batch: False):
+    """What an engine's process does: jobs, then one of them without what replays need.
+
+    "steps" that were seen of the jobs have what is looked for.
+    """
     source, jobs, requests, stale = work
     runner = runner_of(llm)
     graphs, hosted = capture(runner, requests), runner.speculator.branches
-    results, seen = hosted_branches.run(llm, source, jobs)
+    prepare, steps = hosted.prepare, []
+
+    def prepared(batch, *args):
+        steps.append(bool(looked_for(hosted, batch)))
+        return prepare(batch, *args)
+
+    with mock.patch.object(hosted, "prepare", prepared):
+        results, seen = hosted_branches.run(llm, source, jobs)
+    seen["steps"] = sum(steps)
     replays = {size: graph.replays for size, graph in graphs.items()}
     buffers, found = hosted.buffers, {}
     for name in ("query_start_loc", "seq_lens") if stale else ():
@@ -114,29 +126,15 @@ def test_replayed_steps_of_drawn_drafts(family, greedy_tokens):
     assert seen["won"] > 3 and min(replays.values()), replays
 
 
-def in_graphs_of(llm, work, looked_for):
-    """As `in_graphs`, and in how many steps there was what is looked for."""
-    hosted, found = runner_of(llm).speculator.branches, []
-    prepare = hosted.prepare
-
-    def prepared(batch, *args):
-        found.append(bool(looked_for(hosted, batch)))
-        return prepare(batch, *args)
-
-    hosted.prepare = prepared
-    results, seen, replays, _ = in_graphs(llm, work)
-    return results, seen, replays, sum(found)
-
-
 def in_graphs_with_prompts(llm, work):
-    """The jobs, steps with prompts in them that were replayed, and the caches after a prompt."""
+    """As `in_graphs`, of steps with prompts that are replayed, and the caches after a prompt."""
     source, jobs, prompt = work
 
     def has_prompt(hosted, batch) -> bool:
         return hosted.length_of(batch) and batch.is_prefilling_np.any()
 
-    found = in_graphs_of(llm, (source, jobs, [1, 3, 4], {}), has_prompt)
-    return *found, hosted_branches.difference_of_caches(llm, source, prompt, 40)
+    results, seen, replays, _ = in_graphs(llm, (source, jobs, [1, 3, 4], {}), has_prompt)
+    return results, seen, replays, hosted_branches.difference_of_caches(llm, source, prompt, 40)
 
 
 @pytest.mark.slow
@@ -161,11 +159,11 @@ def test_replayed_steps_of_all_kinds(family):
     plain = engines.run_engine({"model": family.target, **PLAIN}, jobs)
     work = Oracle(texts(jobs, plain), 64, seed=1), jobs, prompts[2]
     found = engines.run_engine(engine(family, rows=3), work, work=in_graphs_with_prompts)
-    results, seen, replays, padded_prompts, (difference, won) = found
+    results, seen, replays, (difference, won) = found
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name
     assert set(replays) == {(12, 1), (12, 3)} and min(replays.values()) > 3
-    assert seen["won"] > 20 and seen["cut"] > 0 < padded_prompts
+    assert seen["won"] > 20 and seen["cut"] > 0 < seen["steps"]
     assert difference == 0 and won > 2
 
 
@@ -178,7 +176,7 @@ class RightAtTheEnd(Oracle):
 
 
 def in_graphs_by_turns(llm, work):
-    """Draft lengths that take turns; also steps whose lists were cut to those of another length."""
+    """Draft lengths that take turns; of steps whose lists were cut to those of another length."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     lengths = itertools.cycle([7, 3, 7, 1, 7, 0])
     scheduler.dynamic_sd_lookup.learned.choose = lambda size: next(lengths)
@@ -186,7 +184,7 @@ def in_graphs_by_turns(llm, work):
     def has_another_length(hosted, batch) -> bool:
         return hosted.length_of(batch) not in (None, hosted.length)
 
-    return in_graphs_of(llm, work, has_another_length)
+    return in_graphs(llm, work, has_another_length)
 
 
 @pytest.mark.slow
@@ -202,10 +200,10 @@ def test_rows_of_all_lengths_that_adaptive_chooses_from(family):
     plain = engines.run_engine({"model": family.target, **PLAIN}, jobs)
     given = engine(family, rows=2, num_speculative_tokens=7, adaptive=True)
     work = RightAtTheEnd(texts(jobs, plain), 64, seed=1), jobs, [1, 4], {}
-    results, seen, replays, others = engines.run_engine(given, work, work=in_graphs_by_turns)
+    results, seen, replays, _ = engines.run_engine(given, work, work=in_graphs_by_turns)
     for name, result in plain.items():
         assert ids(results[name]) == ids(result), name
-    assert seen["won"] > 10 and others > 0
+    assert seen["won"] > 10 and seen["steps"] > 0
     # Lists of two rows of seven tokens, of three or of one, and their roots.
     for tokens in (16, 8, 4):
         assert sum(n for (each, _), n in replays.items() if each == tokens), replays

@@ -1,12 +1,11 @@
 """Several drawn drafts of one model: texts and distributions as without drafts."""
 
 import random
-from collections import Counter
 
 import pytest
 from support import drawn_branches, engines
 from support.engines import ids
-from support.exact_joint_distribution import chi_square_p_value, joint_distribution
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution, marginal
 
 LENGTH = drawn_branches.LENGTH
 # Attention has room for 10 rows.
@@ -142,11 +141,8 @@ def p_value(family, cases: list[dict], count: int, scale: float, fault: str | No
         exact = joint_distribution(family.target, PROMPT, TOKENS, case)
         # The first token is of no draft.
         for part in (slice(1, 4), slice(3, TOKENS)):
-            marginal: dict[tuple[int, ...], float] = Counter()
-            for outcome, p in exact.items():
-                marginal[outcome[part]] += p
             samples = [tuple(tokens[part]) for tokens in ids(results[str(case)])]
-            found.append(chi_square_p_value(samples, marginal))
+            found.append(chi_square_p_value(samples, marginal(exact, part)))
     print(found, seen)
     return min(found), seen
 

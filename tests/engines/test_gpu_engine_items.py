@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import triton_cpu
-from support.engines import ENVIRONMENT
+from support.engines import ENVIRONMENT, configure
 from support.soak_servers import write_table
 from support.table_drafters import tables
 from support.table_runner import TableRunner
@@ -131,18 +131,14 @@ def test_engine_arguments_of_the_setting_take_the_place_of_the_items(setting):
 
 def test_all_requests_of_the_distribution_draft(family):
     """And none has a seed: of such a request drafts change nothing, whatever the verifier does."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
-    from vllm_hsd.plugin import register
 
-    register()
     count = engine_distribution.REQUESTS
     assert not any("seed" in params for params in engine_distribution.requests(count, 8)[1])
     for name, given in engine_distribution.configurations(paths(family)).items():
-        args = {"model": family.target, "max_num_seqs": count, "skip_tokenizer_init": True}
-        found = EngineArgs(**args, speculative_config=given).create_engine_config()
+        found = configure(family, given, max_num_seqs=count)
         spec = found.speculative_config
         table, longest = spec.num_speculative_tokens_per_batch_size, spec.num_speculative_tokens
         lookup = build_dynamic_sd_schedule_lookup(table, count, longest) if table else None

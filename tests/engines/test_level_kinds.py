@@ -1,12 +1,11 @@
 """Cascades of every kind of level: sampled distribution, greedy equality, acceptance."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.engines import run_engine
-from support.level_files import LevelFiles, cascade, write_level_files
+from support.level_files import LevelFiles, cascade, filled, write_level_files
 from support.marks import slow
 from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
 from support.tiny_models import resized, with_sliding_window
@@ -14,7 +13,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from vllm_hsd.tools.audit.tiny_models import Family
 from vllm_hsd.tools.cli.main import main
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
@@ -85,15 +83,6 @@ SLOW = ("two early exits", "exit_head below an exit", "exit_head above a model")
 SLOW += ("five models from pairs", "one drafter, standard", "two drafters, block")
 
 
-def filled(part: Any, family: Family, files: LevelFiles) -> Any:
-    """A part of a configuration with paths in the place of names."""
-    if isinstance(part, dict):
-        return {key: filled(value, family, files) for key, value in part.items()}
-    if isinstance(part, list):
-        return [filled(value, family, files) for value in part]
-    return {**vars(family), **vars(files)}.get(part, part) if isinstance(part, str) else part
-
-
 @pytest.fixture(scope="module")
 def files(small_vocabulary, tmp_path_factory) -> LevelFiles:
     directory = tmp_path_factory.mktemp("files")
@@ -107,7 +96,8 @@ FAST = [name for name in CASCADES if name not in SLOW]
 def engine(request, small_vocabulary, files) -> tuple[str, dict]:
     """A name of CASCADES, and arguments."""
     levels, keys = CASCADES[request.param]
-    arguments = cascade(*filled(levels, small_vocabulary, files), **keys)
+    paths = {**vars(small_vocabulary), **vars(files)}
+    arguments = cascade(*filled(levels, paths), **keys)
     crowded = CROWDED if request.param == PREEMPTING else {}
     return request.param, {"model": small_vocabulary.target, **arguments, **crowded}
 

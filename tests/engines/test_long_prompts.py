@@ -1,9 +1,9 @@
 """Prompts of several thousand tokens: greedy text equals no speculation."""
 
 import pytest
-from engines.test_level_kinds import EXIT_HEAD, HEAD, LOOKUP, MID, SECOND, SMALL, THREE, TWO, filled
+from engines.test_level_kinds import EXIT_HEAD, HEAD, LOOKUP, MID, SECOND, SMALL, THREE, TWO
 from support.engines import differing, run_engine
-from support.level_files import LevelFiles, cascade, write_level_files
+from support.level_files import LevelFiles, cascade, filled, write_level_files
 
 from vllm_hsd.tools.audit.tiny_models import Family, build_family
 
@@ -61,7 +61,7 @@ def plain(long_family):
 @pytest.mark.parametrize("name", CASCADES)
 def test_texts_are_those_of_no_speculation(long_family, files, plain, name):
     levels, keys = CASCADES[name]
-    drafters = cascade(*filled(levels, long_family, files), **keys)
+    drafters = cascade(*filled(levels, {**vars(long_family), **vars(files)}), **keys)
     results = run_engine({"model": long_family.target, **ENGINE, **drafters}, JOBS)
     assert not differing(results, plain)
     for i in range(len(levels)):

@@ -1,12 +1,11 @@
 """A target with Mamba-2 layers below cascades: vLLM's own kernels, compiled for a CPU."""
 
 import pytest
-import torch
 from support import engines
 from support.engines import ids
 from support.level_files import cascade
 from support.recurrent_target import write_recurrent_models
-from transformers import AutoModelForCausalLM
+from support.tiny_models import greedy_text
 
 pytestmark = pytest.mark.slow
 PROMPTS, COUNT = engines.PROMPTS[:3], 14
@@ -21,11 +20,7 @@ NGRAM = {"ngram": {"max": 3}}
 def models(tmp_path_factory) -> tuple[str, str, list[list[int]]]:
     """The target, a drafter, and the greedy tokens of no speculation by transformers."""
     target, drafter = write_recurrent_models(tmp_path_factory.mktemp("recurrent"))
-    model = AutoModelForCausalLM.from_pretrained(target).eval()
-    model.generation_config.eos_token_id = None
-    given = {"max_new_tokens": COUNT, "do_sample": False}
-    texts = [model.generate(torch.tensor([p]), **given)[0, -COUNT:].tolist() for p in PROMPTS]
-    return target, drafter, texts
+    return target, drafter, greedy_text(target, PROMPTS, COUNT)
 
 
 def run(target: str, *levels: dict, faults: str = "use_kernels", **engine) -> tuple[list, list]:

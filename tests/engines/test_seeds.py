@@ -5,6 +5,7 @@ import torch
 from support.cascades import DRAWN, configuration, stock
 from support.engines import alike, differing, ids, run_engine
 from support.level_files import LevelFiles, cascade, every_kind, write_level_files
+from support.marks import slow_but
 from transformers import AutoModelForCausalLM
 
 COUNT, EOS = 12, 1
@@ -78,11 +79,7 @@ KINDS = (
 FAST = [("three", shape, False) for shape in ("whole", "preempted")]
 FAST += [("eagle3", "in chunks", False), ("sources", "preempted", True)]
 FAST += [("ngram", "in chunks"), ("draft_model", "whole")]  # under stock drafters
-SLOW = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False)]
-
-
-def marks(case: tuple) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] * (case not in FAST)
+CASES = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False)]
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +116,7 @@ def wrong(results: dict, plain: dict) -> set[str]:
     return found | {n for n in certain if not alike(results[n][key], plain[n][key], 1e-3)}
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "adaptive"), [pytest.param(*case, marks=marks(case)) for case in SLOW]
-)
+@pytest.mark.parametrize(("name", "shape", "adaptive"), slow_but(FAST, CASES))
 def test_texts_are_those_of_vllm_without_speculation(family, files, plain, name, shape, adaptive):
     own = levels(name, family, files)
     if adaptive:
@@ -158,10 +153,7 @@ ON_GPUS = [(name, how) for name in CASCADES for how in ("passes", "graphs")]
 ON_GPUS += [(name, "lengths at random") for name in ("suffix", "two models", "head, model")]
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [ON_GPUS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_GPUS[1:])],
-)
+@pytest.mark.parametrize(("name", "how"), slow_but(ON_GPUS[:1], ON_GPUS))
 def test_fixed_schedules_change_no_text(as_on_gpus, family, plain, name, how):
     """Preempted, with prompts in chunks and requests that sit a step out."""
     config = {**configuration(name, family), "adaptive": how == "lengths at random"}
@@ -179,9 +171,7 @@ def test_fixed_schedules_change_no_text(as_on_gpus, family, plain, name, how):
 STOCK = [(m, s) for m in ("ngram", "draft_model", "eagle3") for s in SHAPES]
 
 
-@pytest.mark.parametrize(
-    ("method", "shape"), [pytest.param(*case, marks=marks(case)) for case in STOCK]
-)
+@pytest.mark.parametrize(("method", "shape"), slow_but(FAST, STOCK))
 def test_under_stock_drafters_too(family, files, plain, method, shape):
     keys = {
         "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},

@@ -1,7 +1,6 @@
 """What of a configuration reaches vLLM and the levels, and what is refused in one sentence."""
 
 import functools
-import json
 import operator
 import pickle
 from dataclasses import replace
@@ -12,9 +11,10 @@ import numpy as np
 import pytest
 from support import cascades
 from support.damage import change_config, damaged_copy
+from support.engines import configure
+from support.level_files import filled
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
@@ -23,19 +23,8 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.host import engine_hooks, graphs, program_models
 from vllm_hsd.host.replacements import load_model
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
-from vllm_hsd.plugin import register
 
 STATES = "eagle_aux_hidden_state_layer_ids"
-
-
-def configure(family, speculative_config: dict | None, **engine):
-    register()
-    return EngineArgs(
-        model=family.target,
-        skip_tokenizer_init=True,
-        speculative_config=speculative_config,
-        **engine,
-    ).create_engine_config()
 
 
 def hsd(*levels: dict, **keys) -> dict:
@@ -130,16 +119,9 @@ def files(family, head) -> dict[str, str]:
     return {"HEAD": head, "SMALL": family.small, "STORE": store}
 
 
-def with_paths(given: dict, files: dict[str, str]) -> dict:
-    text = json.dumps(given)
-    for name, path in files.items():
-        text = text.replace(json.dumps(name), json.dumps(path))
-    return json.loads(text)
-
-
 @pytest.mark.parametrize("given", SERVED)
 def test_a_configuration_is_served(as_on_gpus, family, files, given):
-    config = configure(family, with_paths(given, files))
+    config = configure(family, filled(given, files))
     assert config.use_v2_model_runner
     couples_all = pickle.loads(pickle.dumps(config.speculative_config)).hsd_couples_all
     assert couples_all == ("verifier" in given)
@@ -148,7 +130,7 @@ def test_a_configuration_is_served(as_on_gpus, family, files, given):
 @pytest.mark.parametrize(("given", "engine", "reason"), REFUSED)
 def test_a_configuration_is_refused_in_a_sentence(as_on_gpus, family, files, given, engine, reason):
     with pytest.raises(UserError, match=reason):
-        configure(family, with_paths(given, files), **engine)
+        configure(family, filled(given, files), **engine)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +274,7 @@ def test_a_head_alone_is_vllms_own_drafter(family, head, limit):
 )
 def test_adaptive_verification_is_vllms(family, files, monkeypatch, given):
     """Where it cannot verify so, as on a CPU, vLLM says why."""
-    given = with_paths(given, files)
+    given = filled(given, files)
     adapts = {**given, "enable_adaptive_verification": True}
     with pytest.raises(ValueError, match="Adaptive verification requires full CUDA graphs"):
         configure(family, adapts)

@@ -23,7 +23,6 @@ from vllm_hsd.host.drawn_branches import DrawnBranches
 from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.tree_verify import TreeResult
-from vllm_hsd.rules.branches import follow
 
 LEAST = Fraction(1, 1000)
 
@@ -117,28 +116,15 @@ class EnumeratedStep:
         accepted = torch.tensor([len(emitted) - 1], dtype=torch.int32)
         return TreeResult(*result, accepted, accepted + 1)
 
-    def follow_branches(
-        self, chain, target, inputs, cu, index, offsets, counts, *_, **__
-    ) -> WalkResult:
-        """By `rules.branches.follow`."""
-        each, length = self.length + 1, self.length
-        rows = torch.zeros(1, self.drafts, each, dtype=torch.int64)
-        rows.view(-1)[: len(inputs)] = inputs.long()
+    def follow_branches(self, *args, **options) -> WalkResult:
+        """By the kernel's reference, of whose draws all are tried."""
 
-        def draw(requests, branch, place):
-            row = target[int(offsets[0, branch[0]]) + int(place[0])]
-            return np.array([self.chosen.choices.sample(exact_row(row))])
+        def sample_row(logits, *_, **__):
+            token = self.chosen.choices.sample(exact_row(logits[0]))
+            return torch.tensor([token]), torch.zeros(1)
 
-        found, counted, winner = follow(
-            chain.token_ids.numpy(),
-            chain.num_emitted.numpy().astype(np.int64),
-            rows[:, 1:, 1:].numpy(),
-            (counts[:, 1:] - 1).clamp(min=0).numpy().astype(np.int64),
-            draw,
-        )
-        tokens = torch.full((1, length + 1), -1)
-        tokens[0, : counted[0]] = torch.from_numpy(found)[0, : counted[0]]
-        return WalkResult(tokens, torch.from_numpy(counted).int(), torch.from_numpy(winner).int())
+        with mock.patch.object(reference, "sample_row", sample_row):
+            return reference.follow_branches(*args, **options)
 
 
 def bias(drafts: int, length: int, vocabulary=2, steps=1, cut=None, **faults):

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from support.engines import configure
 from support.table_drafters import tables
 from support.table_runner import TableRunner
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
 
 from vllm_hsd.host.engine_hooks import NeedsHooks
 from vllm_hsd.host.grammar_drafts import update_draft_token_ids
-from vllm_hsd.plugin import register
 
 LENGTH, SIZE = 4, 32
 
@@ -47,17 +46,15 @@ def test_the_token_that_a_grammar_refuses_is_scheduled():
 
 def async_scheduler(family) -> AsyncScheduler:
     """Of vLLM, with room for two requests that draft and a token; its grammars are doubles."""
-    register()
     drafts = {"method": "draft_model", "model": family.small, "num_speculative_tokens": LENGTH}
-    config = EngineArgs(
-        model=family.target,
-        skip_tokenizer_init=True,
+    config = configure(
+        family,
+        {**drafts, "rejection_sample_method": "hierarchical"},
         max_num_batched_tokens=13,
         max_num_seqs=8,
         block_size=SIZE,
         enable_prefix_caching=False,
-        speculative_config={**drafts, "rejection_sample_method": "hierarchical"},
-    ).create_engine_config()
+    )
     config.scheduler_config.async_scheduling = True
     config.cache_config.num_gpu_blocks = 100
     spec = FullAttentionSpec(SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32)

@@ -3,11 +3,9 @@
 Drafters do not know the allowed letters; there are few others, so that many drafts get through.
 """
 
-import itertools
-
 import pytest
 from support.engines import run_engine, run_jobs
-from support.exact_joint_distribution import chi_square_p_value, distribution_among
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution
 from support.level_files import cascade
 from support.sampling_cases import SIGNIFICANCE
 
@@ -17,13 +15,6 @@ TOKENIZER = byte_tokenizer("abcdef")
 LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdef"))
 # The outputs begin in one cache block and end in the next: more requests start than can go on.
 PROMPT = TOKENIZER.encode("acabaabedabeadacafeacedabeefadedacab")[:30]
-OUTCOMES = {
-    "grammar": [(*some, EOS) for some in itertools.product(LETTERS[:4], repeat=3)],
-    "free": [
-        *itertools.product(LETTERS[:3], repeat=4),
-        *((*some, EOS) for n in range(4) for some in itertools.product(LETTERS[:3], repeat=n)),
-    ],
-}
 PARAMS = {
     "grammar": {"structured_outputs": {"regex": "[a-d]{3}"}, "temperature": 2.0, "max_tokens": 40},
     "free": {"allowed_token_ids": [*LETTERS[:3], EOS], "temperature": 2.0, "max_tokens": 4},
@@ -63,9 +54,12 @@ def letters(tmp_path_factory) -> Family:
 @pytest.fixture(scope="module")
 def exact(letters) -> dict[str, dict[tuple[int, ...], float]]:
     """Kind of request -> outcome -> probability, in float64."""
+    # What the grammar allows: three of the letters, and then nothing but the end.
+    three = {"allowed_token_ids": LETTERS[:4], "temperature": 2.0}
+    grammar = joint_distribution(letters.target, PROMPT, 3, three)
     return {
-        kind: distribution_among(letters.target, PROMPT, OUTCOMES[kind], params["temperature"])
-        for kind, params in PARAMS.items()
+        "grammar": {(*outcome, EOS): p for outcome, p in grammar.items()},
+        "free": joint_distribution(letters.target, PROMPT, 4, PARAMS["free"], EOS),
     }
 
 

@@ -16,8 +16,9 @@ from support.damage import (
 )
 from support.eagle3_head import write_eagle3_head
 from support.engines import ids, run_engine
-from support.exact_joint_distribution import chi_square_p_value, joint_distribution
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution, marginal
 from support.level_files import cascade
+from support.marks import slow_but
 from support.sampling_cases import SIGNIFICANCE
 
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(6)]
@@ -70,15 +71,6 @@ def expected(small_vocabulary):
     return joint_distribution(small_vocabulary.target, SAMPLED_PROMPT, 4, {})
 
 
-def fast_and_slow(fast: tuple, cases: list[tuple]) -> list:
-    """The cases, slow but for those in `fast`."""
-    marks = [pytest.mark.slow]
-    return [
-        pytest.param(*case, id=", ".join(case), marks=[] if case in fast else marks)
-        for case in cases
-    ]
-
-
 def is_stock(kind: str, place: str) -> bool:
     """Whether vLLM's own drafter serves it, which has no levels and no warnings of ours."""
     return kind == HEAD and place in ("alone", "among sources")
@@ -122,7 +114,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "damage", "place"), fast_and_slow(tuple(CASES[:4]), CASES))
+@pytest.mark.parametrize(("kind", "damage", "place"), slow_but(CASES[:4], CASES))
 def test_a_broken_drafter_changes_no_text(
     small_vocabulary, drafters, plain, expected, tmp_path, kind, damage, place
 ):
@@ -153,10 +145,7 @@ LONG_JOBS = {
 
 @pytest.fixture(scope="module")
 def expected_at_the_edge(small_vocabulary):
-    last: dict[tuple[int, ...], float] = {}
-    for outcome, p in joint_distribution(small_vocabulary.target, EDGE_PROMPT, 6, {}).items():
-        last[outcome[2:]] = last.get(outcome[2:], 0.0) + p
-    return last
+    return marginal(joint_distribution(small_vocabulary.target, EDGE_PROMPT, 6, {}), slice(2, None))
 
 
 BY_CONFIG, BY_KEY = "config.json", "the key max_model_len"
@@ -172,7 +161,7 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "place", "by"), fast_and_slow(tuple(SHORT[:2]), SHORT))
+@pytest.mark.parametrize(("kind", "place", "by"), slow_but(SHORT[:2], SHORT))
 def test_drafter_with_a_shorter_context(
     small_vocabulary, drafters, plain, expected_at_the_edge, tmp_path, kind, place, by
 ):
@@ -240,7 +229,7 @@ def assert_named(error: RuntimeError, level: str, path: str) -> None:
     assert path in lines[-1] and len(lines[-1]) < 600, lines[-1]
 
 
-@pytest.mark.parametrize(("kind", "damage"), fast_and_slow(FAST, UNLOADABLE_CASES))
+@pytest.mark.parametrize(("kind", "damage"), slow_but(FAST, UNLOADABLE_CASES))
 def test_a_drafter_that_cannot_be_loaded_is_named(
     small_vocabulary, drafters, tmp_path, kind, damage
 ):

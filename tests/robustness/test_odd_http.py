@@ -1,12 +1,10 @@
 """Odd bodies over HTTP: the server with a cascade answers what a plain server answers."""
 
-import json
 import random
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from support.engines import alike
 from support.odd_requests import LETTERS, VOCABULARY
@@ -55,18 +53,9 @@ def servers(text_family, tmp_path_factory):
 
 def ask(server: OpenAIServer, body: dict) -> tuple[int, object]:
     """Status, and the choices where it is 200."""
-    data = json.dumps(body).encode()
-    kind = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/v1/completions", data, kind)
-    try:
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            text = answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, None
-    try:
-        return 200, json.loads(text)["choices"]
-    except json.JSONDecodeError:  # A stream.
-        return 200, None
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=600)
+    whole = answer.is_success and "event-stream" not in answer.headers["content-type"]
+    return answer.status_code, answer.json()["choices"] if whole else None
 
 
 def differences(servers, bodies: dict[str, dict], certain: bool) -> dict:

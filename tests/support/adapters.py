@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from support.patches import replace
 
 RANK = 4
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
@@ -40,12 +41,9 @@ def write_adapter(directory: Path, model: str, seed: int) -> str:
 
 def install_neighbours() -> None:
     """Give steps with several tokens of a request the adapter of the next one in the batch."""
-    from vllm.v1.worker.gpu.lora_utils import LoraState
 
-    make = LoraState.make_lora_inputs
-
-    def made(self, req_ids, idx_mapping, num_scheduled_tokens):
+    def made(make, self, req_ids, idx_mapping, num_scheduled_tokens):
         several = bool((num_scheduled_tokens > 1).any())
         return make(self, req_ids, np.roll(idx_mapping, several), num_scheduled_tokens)
 
-    LoraState.make_lora_inputs = made
+    replace("vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs", made)

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from support.patches import replace
+
 from vllm_hsd.tools.audit import mutants
 
 # What each does stands there. What `vllm_hsd.host.hooks:install` replaces later mends some.
@@ -20,27 +22,21 @@ def install_generous_ratio() -> None:
 
 def install_drafts_of_other_rows() -> None:
     """Draw the lowest level's tokens from flatter rows than those that are kept with them."""
-    from vllm_hsd.cascade import program
 
-    right = program.sample_row
-
-    def sample_row(logits, *args, level, **options):
+    def sample_row(right, logits, *args, level, **options):
         token_ids, lse = right(logits, *args, level=level, **options)
         if level == 0:
             options["thresholds"] = None
             token_ids, _ = right(logits * 0.3, *args, level=level, **options)
         return token_ids, lse
 
-    program.sample_row = sample_row
+    replace("vllm_hsd.cascade.program:sample_row", sample_row)
 
 
 def noise_met_twice() -> None:
     """Draw two neighbours of a seeded request alike."""
-    from vllm_hsd.host import sampler
 
-    verify = sampler.verify_chain_padded
-
-    def alike(*arguments, positions, **options):
+    def alike(verify, *arguments, positions, **options):
         return verify(*arguments, positions=positions // 2, **options)
 
-    sampler.verify_chain_padded = alike
+    replace("vllm_hsd.host.sampler:verify_chain_padded", alike)

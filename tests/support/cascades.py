@@ -2,32 +2,31 @@
 
 from pathlib import Path
 
-import torch
+import numpy as np
+from support import level_files
 from support.eagle3_head import write_eagle3_head
 from support.engines import PROMPTS
 from support.level_files import target_head
 from support.stock_heads import write_mtp_target
-from transformers import AutoModelForCausalLM
+from support.tiny_models import greedy_text
 
 from vllm_hsd.cascade.exit_head import write_exit_head
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 
 
 def cascade(levels: list[dict], tokens: int = 4) -> dict:
-    """With `adaptive` a busy machine may draft nothing."""
-    keys = {"method": "hsd", "num_speculative_tokens": tokens, "adaptive": False}
-    return {**keys, "levels": levels}
+    """The configuration alone; with `adaptive` a busy machine may draft nothing."""
+    return level_files.cascade(*levels, num_speculative_tokens=tokens)["speculative_config"]
 
 
 def texts_of(family) -> str:
     """A store of what the target writes after the prompts, itself."""
     path = Path(family.target).with_name("texts.safetensors")
     if not path.exists():
-        model = AutoModelForCausalLM.from_pretrained(family.target).eval()
-        model.generation_config.eos_token_id = None
-        prompts = [torch.tensor([prompt]) % family.vocabulary for prompt in PROMPTS]
-        texts = [model.generate(p, max_new_tokens=8, do_sample=False)[0] for p in prompts]
-        write_store(collect_texts([text.numpy() for text in texts], family.vocabulary), str(path))
+        prompts = [[token % family.vocabulary for token in prompt] for prompt in PROMPTS]
+        pairs = zip(prompts, greedy_text(family.target, prompts, 8), strict=True)
+        texts = [np.array(prompt + text) for prompt, text in pairs]
+        write_store(collect_texts(texts, family.vocabulary), str(path))
     return str(path)
 
 

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from support.patches import replace
+
 DIRECTORY = "HSD_TEST_RANKS"
 
 
@@ -11,29 +13,21 @@ def install() -> None:
     """Rank 1 sees other times; every rank notes what it would pay alone and what it does."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    from vllm_hsd.budget.step_times import StepTimes
-    from vllm_hsd.host import host_budget
-
-    observe, agreed = StepTimes.observe, host_budget._agreed
-
-    def note(kind: str, value: object) -> None:
-        file = Path(os.environ[DIRECTORY], str(get_tensor_model_parallel_rank()))
-        with file.open("a") as lines:
-            lines.write(json.dumps([kind, str(value)]) + "\n")
-
-    def disagreeing(self, tokens: int, seconds: float) -> None:
+    def disagreeing(observe, self, tokens: int, seconds: float) -> None:
         factor = 1 + get_tensor_model_parallel_rank() * (tokens % 5) * 3
         observe(self, tokens, seconds * factor)
 
-    def noted(found) -> object:
+    def noted(agreed, found) -> object:
         value = agreed(found)
+        rank = get_tensor_model_parallel_rank()
         # What this rank would choose, had it to decide.
-        note("own", found() if get_tensor_model_parallel_rank() else value)
-        note("agreed", value)
+        own = found() if rank else value
+        with Path(os.environ[DIRECTORY], str(rank)).open("a") as lines:
+            lines.write(json.dumps([str(own), str(value)]) + "\n")
         return value
 
-    host_budget._agreed = noted
-    StepTimes.observe = disagreeing
+    replace("vllm_hsd.host.host_budget:_agreed", noted)
+    replace("vllm_hsd.budget.step_times:StepTimes.observe", disagreeing)
 
 
 class Worker:
@@ -44,7 +38,6 @@ if DIRECTORY in os.environ:
     install()
 
 
-def read(directory: Path, kind: str) -> list[list[str]]:
-    """What each rank noted, in its order."""
-    notes = ((directory / rank).read_text().splitlines() for rank in "01")
-    return [[value for noted, value in map(json.loads, each) if noted == kind] for each in notes]
+def read(directory: Path) -> list[list[list[str]]]:
+    """For each rank what it would have chosen alone and what it did, in its order."""
+    return [[*map(json.loads, (directory / rank).read_text().splitlines())] for rank in "01"]

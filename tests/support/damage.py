@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.patches import replace
 
 RECORD = "HSD_TEST_RECORD"  # The variable that names the file.
 WEIGHTS = "model.safetensors"
@@ -64,16 +65,13 @@ def record_warnings() -> None:
 
 def record_positions() -> None:
     """Keep the highest position that each model was fed, by the prefix of its weights' names."""
-    from vllm.model_executor.models.llama import LlamaModel
-
     record, highest = Path(os.environ[RECORD]), {}
-    init, forward = LlamaModel.__init__, LlamaModel.forward
 
-    def init_with_prefix(self, *, prefix="", **kwargs):
+    def init_with_prefix(init, self, *, prefix="", **kwargs):
         init(self, prefix=prefix, **kwargs)
         self.recorded_as = prefix
 
-    def forward_recorded(self, input_ids, positions, *args, **kwargs):
+    def forward_recorded(forward, self, input_ids, positions, *args, **kwargs):
         position = int(positions.max())
         if position > highest.get(self.recorded_as, -1):
             highest[self.recorded_as] = position
@@ -81,4 +79,5 @@ def record_positions() -> None:
         assert position < self.config.max_position_embeddings, self.recorded_as
         return forward(self, input_ids, positions, *args, **kwargs)
 
-    LlamaModel.__init__, LlamaModel.forward = init_with_prefix, forward_recorded
+    for name, patch in (("__init__", init_with_prefix), ("forward", forward_recorded)):
+        replace(f"vllm.model_executor.models.llama:LlamaModel.{name}", patch)

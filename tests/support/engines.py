@@ -89,7 +89,7 @@ def run_engine(
         engine: arguments of `vllm.LLM` in addition to ENGINE_DEFAULTS.
         jobs: name -> {"prompts": [token ids, or vLLM's mapping], "params": mapping or list of
             mappings, and optionally "arrive": [engine step], "abort": {request: engine step}}, or
-            "adapters": [directory of a LoRA adapter or None], or "priority": [int].
+            "adapters": [directory of a LoRA adapter or None].
         patch: "module:function", called in the process before the engine starts; or several, as
             in "module:function+function module:function".
         env: environment variables in addition to ENVIRONMENT.
@@ -110,6 +110,21 @@ def started(
     engine = {**ENGINE_DEFAULTS, **engine}
     with logged() as log, EngineProcess(engine, log=log, **options) as process:
         yield process
+
+
+def configure(family, speculative_config: dict | None, **engine):
+    """vLLM's configuration for the family's target, made in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_hsd.plugin import register
+
+    register()
+    return EngineArgs(
+        model=family.target,
+        skip_tokenizer_init=True,
+        speculative_config=speculative_config,
+        **engine,
+    ).create_engine_config()
 
 
 def configuration_errors(engines: list[dict], *, patch: str | None = None) -> list[str | None]:
@@ -209,7 +224,7 @@ def differing(results: dict, plain: dict) -> list[tuple[str, int]]:
     ]
 
 
-def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priority=None) -> dict:
+def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None) -> dict:
     """One job: {"outputs": [per prompt [per sequence {...}]], "levels": ..., "counters": ...}.
 
     "prompt_logprobs" has a list per prompt, None where the request did not ask.
@@ -222,9 +237,7 @@ def run_job(llm, prompts, params, arrive=None, abort=None, adapters=None, priori
     if arrive is None and abort is None:
         sampling = [sampling_params(llm, given) for given in listed]
         loras = adapters and _lora_requests(adapters)
-        outputs = llm.generate(
-            requests, sampling, use_tqdm=False, lora_request=loras, priority=priority
-        )
+        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=loras)
     else:
         outputs, refused = _step_by_step(llm, requests, listed, arrive, abort)
         assert not refused, refused

@@ -5,6 +5,7 @@ vLLM or of this package computes here.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,14 +18,27 @@ def joint_distribution(
 ) -> dict[tuple[int, ...], float]:
     """Outcome -> probability of the next `length` tokens; an outcome may end early with `eos`."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+
+    def rows(texts: list[list[int]]) -> np.ndarray:
+        with torch.inference_mode():
+            return network(torch.tensor(texts)).logits[:, -1].numpy()
+
+    return joint_distribution_of(rows, prompt, length, params, eos)
+
+
+def joint_distribution_of(
+    rows: Callable[[list[list[int]]], np.ndarray],
+    prompt: list[int],
+    length: int,
+    params: dict,
+    eos: int | None = None,
+) -> dict[tuple[int, ...], float]:
+    """As `joint_distribution`, of a model that gives [n, V] float64 logits after n texts."""
     unfinished, finished = {(): 1.0}, {}
     for _ in range(length):
-        outputs = list(unfinished)
-        rows = torch.tensor([[*prompt, *output] for output in outputs])
-        with torch.inference_mode():
-            logits = network(rows).logits[:, -1].numpy()
         extended = {}
-        for output, row in zip(outputs, logits, strict=True):
+        logits = rows([[*prompt, *output] for output in unfinished])
+        for output, row in zip(unfinished, logits, strict=True):
             for token, p in enumerate(next_token_distribution(row, prompt, output, params, eos)):
                 if p > 0:
                     ended = token == eos or len(output) + 1 == length
@@ -67,22 +81,13 @@ def next_token_distribution(
     return probs / probs.sum()
 
 
-def distribution_among(
-    model: str, prompt: list[int], outcomes: list[tuple[int, ...]], temperature: float
+def marginal(
+    distribution: dict[tuple[int, ...], float], part: slice
 ) -> dict[tuple[int, ...], float]:
-    """Outcome -> probability where a grammar, or a list of tokens, leaves nothing but these."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    found = dict.fromkeys(outcomes, 1.0)
-    for n in range(max(map(len, outcomes))):
-        for start in {outcome[:n] for outcome in outcomes if len(outcome) > n}:
-            going_on = [outcome for outcome in outcomes if outcome[:n] == start]
-            tokens = sorted({outcome[n] for outcome in going_on})
-            with torch.inference_mode():
-                logits = network(torch.tensor([[*prompt, *start]])).logits[0, -1].numpy()
-            weights = np.exp((logits[tokens] - logits[tokens].max()) / temperature)
-            for outcome in going_on:
-                found[outcome] *= weights[tokens.index(outcome[n])] / weights.sum()
-    assert abs(sum(found.values()) - 1) < 1e-6
+    """The distribution of a part of the outcomes."""
+    found: dict[tuple[int, ...], float] = Counter()
+    for outcome, p in distribution.items():
+        found[outcome[part]] += p
     return found
 
 

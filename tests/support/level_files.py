@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,15 @@ def cascade(*levels: dict, **keys) -> dict:
     """{"speculative_config": ...} of method "hsd"; draft lengths are fixed unless keys say else."""
     keys = {"num_speculative_tokens": 5, "adaptive": False, **keys}
     return {"speculative_config": {"method": "hsd", "levels": list(levels), **keys}}
+
+
+def filled(part: Any, paths: dict[str, str]) -> Any:
+    """A part of a configuration with paths in the place of their names."""
+    if isinstance(part, dict):
+        return {key: filled(value, paths) for key, value in part.items()}
+    if isinstance(part, list):
+        return [filled(value, paths) for value in part]
+    return paths.get(part, part) if isinstance(part, str) else part
 
 
 def every_kind(family, files: LevelFiles) -> dict[str, dict]:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 from support.architectures import write_models
+from support.patches import replace
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.v1.worker.gpu.mm.rope import RopeState
 
 NAME = "MropeQwen2ForCausalLM"
 IMAGE_TOKENS = 4
@@ -44,10 +44,9 @@ def write_mrope_models(directory: Path) -> tuple[str, str]:
 
 def forget_offsets() -> None:
     """Tokens after the prompt are computed where a text without image would have them."""
-    whole = RopeState.init_prefill_positions
 
-    def wrong(self, req_idx, *rest, **named):
+    def wrong(whole, self, req_idx, *rest, **named):
         whole(self, req_idx, *rest, **named)
         self.prefill_delta.np[req_idx] = 0
 
-    RopeState.init_prefill_positions = wrong
+    replace("vllm.v1.worker.gpu.mm.rope:RopeState.init_prefill_positions", wrong)

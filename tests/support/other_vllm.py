@@ -1,7 +1,6 @@
 """Changes to the installed vLLM before an engine starts: other releases and other plugins."""
 
-import functools
-
+from support.patches import replace
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 FAVORED = 17
@@ -54,27 +53,13 @@ class Favors(LogitsProcessor):
 
 def wrap() -> None:
     """Another plugin that wraps what ours replaces."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
-    for owner, name in (
-        (EngineArgs, "create_speculative_config"),
-        (SamplingParams, "_validate_spec_decode"),
-        (RejectionSampler, "__init__"),
-        (GPUModelRunner, "load_model"),
-        (GPUModelRunner, "prepare_attn"),
-        (GPUModelRunner, "sample_tokens"),
-        (Scheduler, "update_draft_token_ids"),
+    for name in (
+        "engine.arg_utils:EngineArgs.create_speculative_config",
+        "sampling_params:SamplingParams._validate_spec_decode",
+        "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__init__",
+        "v1.worker.gpu.model_runner:GPUModelRunner.load_model",
+        "v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
+        "v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        "v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
     ):
-        setattr(owner, name, _passing_on(getattr(owner, name)))
-
-
-def _passing_on(original):
-    @functools.wraps(original)
-    def call(*args, **kwargs):
-        return original(*args, **kwargs)
-
-    return call
+        replace(f"vllm.{name}", lambda original, *args, **kwargs: original(*args, **kwargs))

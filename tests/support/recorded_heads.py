@@ -5,7 +5,9 @@ from unittest import mock
 
 from support import engines
 from support.hosted_branches import runner_of
+from support.patches import replace
 
+HEAD = "vllm_hsd.host.target_head:ProgramHead"
 # (verified text, draft tokens after it) -> what the head makes of it
 _NOTED: dict[tuple, Any] = {}
 
@@ -18,11 +20,8 @@ def run(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
 def install() -> None:
     """Note the next token by the head after each text of greedy requests."""
     from vllm_hsd.cascade.schedule import Draft
-    from vllm_hsd.host.target_head import ProgramHead
 
-    forward = ProgramHead.forward
-
-    def recorded(self, state, op, num_logits):
+    def recorded(forward, self, state, op, num_logits):
         logits = forward(self, state, op, num_logits)
         text = self.speculator.req_states.all_token_ids.gpu
         window = self.speculator.schedule.window
@@ -36,7 +35,7 @@ def install() -> None:
             _NOTED[tuple(verified), tuple(drafted)] = int(logits[b].argmax())
         return logits
 
-    ProgramHead.forward = recorded
+    replace(f"{HEAD}.forward", recorded)
 
 
 def run_with_vllm_drafter(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
@@ -66,24 +65,17 @@ def run_with_vllm_drafter(llm, jobs: dict[str, dict]) -> tuple[dict, dict]:
 
 def shift() -> None:
     """The head reads each state a position too late."""
-    from vllm_hsd.host.target_head import ProgramHead
 
-    take = ProgramHead.take_states
-
-    def take_states(self, batch, final, inner):
+    def take_states(take, self, batch, final, inner):
         take(self, batch, final, [states.roll(1, 0) for states in inner])
 
-    ProgramHead.take_states = take_states
+    replace(f"{HEAD}.take_states", take_states)
 
 
 def keep_own_states() -> None:
     """The head keeps what it has computed of drafts from its own states."""
-    from vllm_hsd.host.target_head import ProgramHead
-    from vllm_hsd.host.unread_states import UnreadStates
 
-    read, keep = ProgramHead._read, UnreadStates.keep
-
-    def read_last(self, batch):
+    def read_last(read, self, batch):
         reading = self.inputs.reading
         last = self.inputs.last[:batch] % reading.query_length
         places = reading.slot_mapping.view(len(reading.slot_mapping), reading.batch, -1)
@@ -91,28 +83,27 @@ def keep_own_states() -> None:
             places[:, b, :place] = -1
         return read(self, batch)
 
-    def keep_last(self, slot, states):
+    def keep_last(keep, self, slot, states):
         self.restart(slot, self.first[slot] + self.count[slot] + len(states) - 1)
         keep(self, slot, states[-1:])
 
-    ProgramHead._read, UnreadStates.keep = read_last, keep_last
+    replace(f"{HEAD}._read", read_last)
+    replace("vllm_hsd.host.unread_states:UnreadStates.keep", keep_last)
 
 
 def hurry() -> None:
     """In later rounds the head reads the last token alone."""
-    from vllm_hsd.host.target_head import ProgramHead
 
-    draft = ProgramHead._draft
-    ProgramHead._draft = lambda self, state, back: draft(self, state, back) if back == 0 else None
+    def draft_first(draft, self, state, back):
+        return draft(self, state, back) if back == 0 else None
+
+    replace(f"{HEAD}._draft", draft_first)
 
 
 def verify_colder() -> None:
     """Levels verify what is below them as if it were drawn at a tenth of its temperature."""
-    from vllm_hsd.cascade import program
 
-    verify = program.verify_chain_padded
-
-    def colder(*args, draft_temperature, draft_lse, **kwargs):
+    def colder(verify, *args, draft_temperature, draft_lse, **kwargs):
         return verify(*args, draft_temperature=draft_temperature / 10, draft_lse=None, **kwargs)
 
-    program.verify_chain_padded = colder
+    replace("vllm_hsd.cascade.program:verify_chain_padded", colder)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 from support.architectures import COMMON
+from support.patches import replace
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
@@ -87,13 +88,11 @@ def _for_gpus(name: str):
 
 def miscount() -> None:
     """The layers are told of one accepted token more: a negative control of `use_kernels`."""
-    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
-    after_sampling = MambaHybridModelState.postprocess_state
-
-    def wrong(self, idx_mapping, num_sampled, *rest):
+    def wrong(after_sampling, self, idx_mapping, num_sampled, *rest):
         if torch.is_tensor(num_sampled):
             num_sampled = (num_sampled + 1).clamp(max=self.vllm_config.num_speculative_tokens + 1)
         after_sampling(self, idx_mapping, num_sampled, *rest)
 
-    MambaHybridModelState.postprocess_state = wrong
+    states = "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
+    replace(f"{states}.postprocess_state", wrong)

@@ -6,7 +6,7 @@ tokens can be enumerated. Results repeat: requests without a seed follow the eng
 
 import functools
 
-from support.exact_joint_distribution import chi_square_p_value, joint_distribution
+from support.exact_joint_distribution import chi_square_p_value, joint_distribution, marginal
 
 from vllm_hsd.tools.audit.tiny_models import EOS
 
@@ -75,11 +75,9 @@ def p_values(model: str, cases: dict, result: dict) -> dict[str, float]:
     for number, case in enumerate(cases):
         samples = outputs[number :: len(cases)]
         for part in (slice(0, COMPARED), slice(COMPARED - 1, None)):
-            marginal: dict[tuple[int, ...], float] = {}
-            for outcome, p in exact_distribution(model, case).items():
-                marginal[outcome[part]] = marginal.get(outcome[part], 0.0) + p
             found[f"{case}, from token {part.start}"] = chi_square_p_value(
-                [output[part] for output in samples], marginal
+                [output[part] for output in samples],
+                marginal(exact_distribution(model, case), part),
             )
     return found
 

@@ -3,15 +3,14 @@
 import itertools
 
 import torch
+from support.patches import replace
 
 
 def one_token_in_a_hundred() -> None:
     """The target's verification now and then emits a token that it never drew."""
-    from vllm_hsd.host.cascade_sampler import CascadeRejectionSampler
+    count = itertools.count(1)
 
-    verify, count = CascadeRejectionSampler.__call__, itertools.count(1)
-
-    def verify_with_a_fault(self, *args, **kwargs):
+    def verify_with_a_fault(verify, self, *args, **kwargs):
         output = verify(self, *args, **kwargs)
         ids = output.sampled_token_ids
         for row in range(len(ids)):
@@ -19,20 +18,19 @@ def one_token_in_a_hundred() -> None:
                 ids[row, 0] = torch.where(ids[row, 0] == 5, 6, 5)
         return output
 
-    CascadeRejectionSampler.__call__ = verify_with_a_fault
+    sampler = "vllm_hsd.host.cascade_sampler:CascadeRejectionSampler"
+    replace(f"{sampler}.__call__", verify_with_a_fault)
 
 
 def one_request_in_fifty_forgotten() -> None:
     """The engine takes a request and never answers."""
-    from vllm.v1.engine.core import EngineCore
+    count = itertools.count(1)
 
-    add, count = EngineCore.add_request, itertools.count(1)
-
-    def add_most(self, request, *args, **kwargs):
+    def add_most(add, self, request, *args, **kwargs):
         if next(count) % 50:
             add(self, request, *args, **kwargs)
 
-    EngineCore.add_request = add_most
+    replace("vllm.v1.engine.core:EngineCore.add_request", add_most)
 
 
 def both() -> None:

@@ -4,12 +4,11 @@ vLLM's own code runs as in an engine; logits of target and drafter are rows of a
 token chooses. So the distribution of a text is known exactly.
 """
 
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from support.exact_joint_distribution import next_token_distribution
+from support.exact_joint_distribution import joint_distribution_of
 from support.table_drafters import CPU, TableCascade, TableDrafter, tables
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.input_batch import expand_idx_mapping, post_update
@@ -236,16 +235,7 @@ class TableRunner:
 
 def joint(params, length):
     """Exact distribution of the first `length` tokens after token 0 of the target's table."""
-    target, _ = tables()
-    distribution = {}
-    for outcome in itertools.product(range(len(target)), repeat=length):
-        probability, text = 1.0, [0]
-        for t, token in enumerate(outcome):
-            row = next_token_distribution(
-                target[text[-1]].double().numpy(), [0], outcome[:t], params, None
-            )
-            probability *= row[token]
-            text.append(token)
-        if probability > 0:
-            distribution[outcome] = probability
-    return distribution
+    target = tables()[0].double().numpy()
+    return joint_distribution_of(
+        lambda texts: target[[text[-1] for text in texts]], [0], length, params
+    )

@@ -1,9 +1,9 @@
-"""Changed copies of the random models of `vllm-hsd verify --self-test`, on which most tests run."""
+"""The random models of `vllm-hsd verify --self-test`: changed copies, and what they write."""
 
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from .damage import change_config, damaged_copy
 
@@ -30,3 +30,11 @@ def with_sliding_window(model: str, directory: Path, window: int, every: bool = 
     if not every:
         kinds[-1] = "full_attention"
     return damaged_copy(model, directory, change_config(sliding_window=window, layer_types=kinds))
+
+
+def greedy_text(model: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """The model's `count` greedy tokens after each prompt by transformers; none ends a text."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    network.generation_config.eos_token_id = None
+    given = {"max_new_tokens": count, "do_sample": False}
+    return [network.generate(torch.tensor([p]), **given)[0, -count:].tolist() for p in prompts]
