@@ -10,19 +10,23 @@ from support.level_files import cascade
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 9 * i)] for i in range(12)]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SAMPLED = {"temperature": 1, "max_tokens": 40, "ignore_eos": True}
+# Of requests that end before anything drafts for them, and leave their prompts unread.
+UNREAD = [prompt[::-1] for prompt in PROMPTS[6:10]]
 
 JOBS = {
     "batch": {"prompts": PROMPTS, "params": GREEDY},
     "prefix cache": {"prompts": PROMPTS, "params": GREEDY},
     "joining": {"prompts": PROMPTS, "params": GREEDY, "arrive": [3 * (i // 2) for i in range(12)]},
     "max_model_len": {"prompts": PROMPTS[::4], "params": {**GREEDY, "max_tokens": 400}},
+    "unread": {"prompts": UNREAD, "params": {**GREEDY, "max_tokens": 1}},
+    "hits of what was left unread": {"prompts": UNREAD, "params": GREEDY},
     "sampled": {"prompts": PROMPTS, "params": SAMPLED},
     "sampled, prefix cache": {"prompts": PROMPTS, "params": SAMPLED},
     **{f"alone {i}": {"prompts": [PROMPTS[i]], "params": SAMPLED} for i in range(4)},
 }
 # A request ends with its first token, which cannot be known when its draft is requested.
 EVERY = list(range(64))
-GREEDY_JOBS = ("batch", "prefix cache", "joining", "max_model_len")
+GREEDY_JOBS = ("batch", "prefix cache", "joining", "max_model_len", "hits of what was left unread")
 SWITCHING = "support.adversarial_depth:install"
 
 
