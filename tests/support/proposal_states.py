@@ -24,6 +24,29 @@ def schedule_of(*lengths: int, rounds: Sequence[int | None] = (), **kind) -> Sch
     return compile_schedule(options, **kind)
 
 
+def state_of(
+    schedule: Schedule,
+    batch: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    lookup: bool = False,
+    slots: int = MAX_NUM_REQS,
+    groups: int = 1,
+    device: torch.device | str = "cpu",
+) -> ProposalState:
+    """Of levels whose rows have one type, but for a lookup below them."""
+    return ProposalState.allocate(
+        schedule,
+        batch=batch,
+        max_num_reqs=slots,
+        vocab_size=vocab_size,
+        dtypes=[None if lookup and k == 0 else dtype for k in range(schedule.num_levels)],
+        num_kv_groups=groups,
+        device=torch.device(device),
+    )
+
+
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with what no kernel may read or leave behind."""
     return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else GUARD)
@@ -54,16 +77,8 @@ class GuardedState:
     def __init__(
         self, schedule, batch: int, lookup: bool = False, device: torch.device | str = "cpu"
     ) -> None:
-        dtypes = [None if lookup and k == 0 else torch.bfloat16 for k in range(schedule.num_levels)]
-        state = ProposalState.allocate(
-            schedule,
-            batch=batch,
-            max_num_reqs=MAX_NUM_REQS,
-            vocab_size=VOCABULARY,
-            dtypes=dtypes,
-            num_kv_groups=2,
-            device=torch.device(device),
-        )
+        kind = {"lookup": lookup, "groups": 2, "device": device}
+        state = state_of(schedule, batch, VOCABULARY, torch.bfloat16, **kind)
         self.outer: dict[str, torch.Tensor] = {}
         for name, tensor in tensors_of(state).items():
             if name not in ("request", "draft_lengths", "counts") and "row_starts" not in name:
