@@ -20,9 +20,7 @@ CHUNK_AND_BLOCK = 512, 128
 
 
 def assert_equal(result, expected):
-    assert result.token_ids.tolist() == expected.token_ids.tolist()
-    assert result.num_accepted.tolist() == expected.num_accepted.tolist()
-    assert result.num_emitted.tolist() == expected.num_emitted.tolist()
+    torch.testing.assert_close(result[:3], expected[:3], check_dtype=False)
     # A row that cannot be sampled has no finite logsumexp, and which one it has does not matter.
     finite = expected.target_lse.isfinite()
     assert result.target_lse.isfinite().equal(finite)

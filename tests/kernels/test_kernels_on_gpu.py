@@ -9,18 +9,17 @@ from support.kernel_batches import draft_lse, make_chains, make_trees, verify_fl
 from support.marks import DEVICE, TOY, needs_graphs
 from support.proposal_states import (
     MAX_MODEL_LEN,
-    MAX_NUM_REQS,
     TableLevel,
     block_tables,
     runner_tensors,
     schedule_of,
+    state_of,
 )
 from support.suffix_requests import Requests, markov, store_of
 
 from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.program import Program
-from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.kernels import chain_verify
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import verify_tree
@@ -80,18 +79,8 @@ def test_a_replayed_proposal_equals_the_eager_one():
     tables = [torch.randn(vocab_size, vocab_size).bfloat16().cuda() for _ in range(2)]
     levels = [Level(TableLevel(table)) for table in tables]
     program = Program(schedule, levels, groups, MAX_MODEL_LEN)
-    states = [
-        ProposalState.allocate(
-            schedule,
-            batch=6,
-            max_num_reqs=MAX_NUM_REQS,
-            vocab_size=vocab_size,
-            dtypes=[torch.bfloat16] * 2,
-            num_kv_groups=2,
-            device=device,
-        )
-        for _ in range(2)
-    ]
+    kind = {"groups": 2, "device": device}
+    states = [state_of(schedule, 6, vocab_size, torch.bfloat16, **kind) for _ in range(2)]
 
     def stage(seed):
         runner = on_device(runner_tensors(seed, 5, schedule.window))

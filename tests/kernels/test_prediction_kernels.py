@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 from support.marks import slow
-from support.prediction import Prediction, PredictionLevel
+from support.prediction import Prediction
 from support.proposal_states import MAX_NUM_REQS, poison
 from support.suffix_requests import Requests, markov
 
 from vllm_hsd.cascade import prediction_lookup
 from vllm_hsd.cascade.prediction_lookup import LONGEST, PredictionLookup
-from vllm_hsd.tools.lookup_level import Texts
 
 WIDTH = 70
 
@@ -18,34 +17,35 @@ class Compared:
     """The same (tokens of the prompt, predicted tokens) of requests on the device and the host."""
 
     def __init__(self, predictions, width=WIDTH) -> None:
-        self.lookup, self.plain = PredictionLookup(MAX_NUM_REQS, width, "cpu"), PredictionLevel()
+        self.lookup = PredictionLookup(MAX_NUM_REQS, width, "cpu")
         poison(self.lookup.tokens)
+        self.plain: list[Prediction] = []
         for i, (begin, tokens) in enumerate(predictions):
             self.lookup.add_request(MAX_NUM_REQS - 1 - i, begin, tokens)
-            self.plain.predictions[i] = Prediction(np.array(tokens[:width], np.int32), begin)
+            self.plain.append(Prediction(np.array(tokens[:width], np.int32), begin))
 
     def drafts(self, texts, requested) -> list[list[int]]:
         """Drafts after (committed, drafted) texts, equal on both."""
         requests = Requests(texts, requested)
-        state, rows = requests.state, np.arange(len(texts))
-        # As many tokens are committed as `Requests` says, whatever is drafted after them.
-        self.plain.read(Texts(requests.tokens, rows, rows, requests.committed))
-        inputs = Texts(requests.tokens, rows, rows, requests.ends), requests.requested
-        expected, ends = self.plain.lookup(*inputs), state.end.clone()
-        offers = self.lookup(state, requests.text)
-        width = expected.token_ids.shape[1]
-        assert offers.counts[0].tolist() == expected.counts.tolist()
-        assert (offers.token_ids[0, :, :width].numpy() == expected.token_ids).all()
-        assert (offers.confidence[0, :, :width].numpy() == expected.confidence).all()
-        assert state.drafted[0].tolist() == (state.end - ends).tolist() == expected.counts.tolist()
-        for i, known in self.plain.predictions.items():
+        state, ends = requests.state, requests.state.end.tolist()
+        offers, drafts, width = self.lookup(state, requests.text), [], max(requested)
+        for i, (known, most) in enumerate(zip(self.plain, requested, strict=True)):
+            draft, sure = [], 0.0
+            if most:
+                text = requests.tokens[i, : requests.ends[i]]
+                draft, sure = known.draft(text, requests.committed[i], most)
+            drafts.append(draft)
+            count, nothing = len(draft), [0] * (width - len(draft))
+            confidence = [*np.cumprod(np.full(count, sure)), *nothing]
+            assert state.drafted[0, i] == offers.counts[0, i] == count
+            assert offers.token_ids[0, i, :width].tolist() == [*draft, *nothing]
+            assert offers.confidence[0, i, :width].tolist() == confidence
+            assert state.end[i] == ends[i] + count
+            assert state.window[i, ends[i] : ends[i] + count].tolist() == draft
             facts = [len(known.tokens), known.begin, known.place, known.at]
             assert self.lookup.facts[MAX_NUM_REQS - 1 - i].tolist() == facts
         requests.guarded.assert_guards()
-        return [
-            state.window[b, end : end + count].tolist()
-            for b, (end, count) in enumerate(zip(ends.tolist(), expected.counts, strict=True))
-        ]
+        return drafts
 
 
 def one(prediction, begin=2):
@@ -140,7 +140,7 @@ def test_a_slot_that_is_given_to_another_request():
     compared = Compared([(2, [10, 11, 12])])
     assert compared.drafts([([1, 2, 10, 11], [])], [4]) == [[12]]
     compared.lookup.add_request(MAX_NUM_REQS - 1, 3, [])
-    compared.plain.predictions[0] = Prediction(np.zeros(0, np.int32), 3)
+    compared.plain[0] = Prediction(np.zeros(0, np.int32), 3)
     assert compared.drafts([([1, 2, 10, 11], [])], [4]) == [[]]
 
 

@@ -2,20 +2,22 @@
 
 import torch
 from support.programs import Engine, reference_steps
-from support.proposal_states import poison, tensors_of
+from support.proposal_states import poison
+from torch.utils._pytree import tree_map_only
 
 # What `stage` writes or what never changes.
 STAGED = {
     "num_reqs", "window", "base", "end", "start", "drafted", "requested", "limit", "slot",
     "temperature", "seeds", "draws", "row_of_slot", "draft_lengths", "request", "counts",
+    "row_starts",
 }  # fmt: skip
 
 
 def poisoned(engine: Engine) -> None:
     """As a graph finds its buffers: whatever the last replay has left there, if there was one."""
-    for name, tensor in tensors_of(engine.state).items():
-        if name not in STAGED and not name.startswith("row_starts"):
-            poison(tensor)
+    for name, value in vars(engine.state).items():
+        if name not in STAGED:
+            tree_map_only(torch.Tensor, poison, value)
     poison(engine.state.window)
 
 

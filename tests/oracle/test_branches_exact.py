@@ -100,10 +100,7 @@ def test_a_coupled_text_is_the_targets_own_with_the_noise_of_its_positions(branc
         x: Tokens = ()
         for t in range(N):
             x += (choices.sample(Q(x), t),)
-        found, accepted = verify_coupled(
-            np.array([x]), np.array([N]), lambda requests, t: np.array([draw(x, t)])
-        )
-        emitted = tuple(found[0, : accepted[0] + 1].tolist())
+        emitted = verify_coupled(x, lambda t: draw(x, t))
         text = walked(emitted, BRANCHES[branches](x), draw)
         alone: Tokens = ()
         for t in range(N + 2):

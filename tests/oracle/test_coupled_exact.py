@@ -7,7 +7,6 @@ into it.
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from oracle.coupled import verify_coupled
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of
@@ -59,14 +58,7 @@ class Generation:
         return draft
 
     def verified(self, model: Table, text: Tokens, draft: Tokens, shift: int = 0) -> Tokens:
-        drafts = np.array(draft, dtype=np.int64)[None]
-
-        def choose(requests: np.ndarray, t: int) -> np.ndarray:
-            return np.array([self.draw(model, text + draft[:t], shift)])
-
-        token_ids, accepted = verify_coupled(drafts, np.array([len(draft)]), choose)
-        assert tuple(token_ids[0, : accepted[0]]) == draft[: accepted[0]]
-        return tuple(token_ids[0, : accepted[0] + 1].tolist())
+        return verify_coupled(draft, lambda t: self.draw(model, text + draft[:t], shift))
 
 
 @pytest.mark.parametrize("lookup", [False, True])

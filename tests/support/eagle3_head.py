@@ -110,14 +110,6 @@ def roll_out(
     return outputs
 
 
-def guesses(
-    head: Head, embedding: Tensor, states: Tensor, text: list[int], draft: list[int]
-) -> list[int]:
-    """The head's likeliest token after each part of a draft: the draft, where it is its own."""
-    outputs = roll_out(head, embedding, states, text, draft[:-1])
-    return [int(head.draft_tokens[head.lm_head(output).argmax()]) for output in outputs]
-
-
 class Reference:
     """A head with its target, by their directories, in float32."""
 
@@ -126,10 +118,12 @@ class Reference:
         self.embedding = self.model.model.embed_tokens.weight.detach()
         self.head = load_head(Path(head))
 
-    def states(self, text: list[int]) -> Tensor:
-        return states(self.model, torch.tensor([text]))[0, :-1]
-
     def guesses(self, text: list[int], draft: list[int], shift: int = 0) -> list[int]:
-        """See `guesses`; shift: positions by which the states come too late, for a control."""
-        read = self.states(text).roll(shift, 0)
-        return guesses(self.head, self.embedding, read, text, draft)
+        """The head's likeliest token after each part of a draft: the draft, where it is its own.
+
+        shift: positions by which the states come too late, for a control.
+        """
+        read = states(self.model, torch.tensor([text]))[0, :-1].roll(shift, 0)
+        outputs = roll_out(self.head, self.embedding, read, text, draft[:-1])
+        logits = map(self.head.lm_head, outputs)
+        return [int(self.head.draft_tokens[row.argmax()]) for row in logits]

@@ -32,18 +32,15 @@ class Oracle:
 
     def chain(self, text: list[int], most: int) -> list[int]:
         """A draft of at most `most` tokens."""
-        return self._draft(text, most)
-
-    def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> list[list[int]]:
-        """`rows` more drafts of at most `most` tokens."""
-        return [self._draft(text, most) for _ in range(rows)]
-
-    def _draft(self, text: list[int], most: int) -> list[int]:
         known = next((each for each in self.texts if each[: len(text)] == text), text)
         draft = known[len(text) : len(text) + most]
         right = int(self.random.integers(0, len(draft) + 1))
         junk = self.random.integers(2, self.vocabulary, most).tolist()
         return (draft[:right] + junk)[: int(self.random.integers(0, most + 1))]
+
+    def branches(self, text: list[int], most: int, chain: list[int], rows: int) -> list[list[int]]:
+        """`rows` more drafts of at most `most` tokens."""
+        return [self.chain(text, most) for _ in range(rows)]
 
 
 class AsOffered:

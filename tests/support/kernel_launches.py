@@ -32,6 +32,7 @@ from vllm_hsd.kernels.filter_rows import row_thresholds
 
 from . import meta_tensors as meta
 from .meta_tensors import empty, filters, floats, longs, targets
+from .proposal_states import state_of
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,8 @@ class Cascade:
             horizontal_tokens=self.horizontal_tokens,
         )
         schedule = compiled([LevelOptions(n) for n in self.lengths])
-        state = ProposalState.allocate(
-            schedule,
-            batch=self.capacity,
-            max_num_reqs=self.slots,
-            vocab_size=self.vocab_size,
-            dtypes=[None if lookup and not k else self.dtype for k in range(len(self.lengths))],
-            num_kv_groups=self.groups,
-            device=torch.device("meta"),
-        )
+        kind = {"lookup": lookup, "slots": self.slots, "groups": self.groups, "device": "meta"}
+        state = state_of(schedule, self.capacity, self.vocab_size, self.dtype, **kind)
         thresholds = None
         if self.unsure:
             stopping = [k in self.unsure for k in range(len(self.lengths))]

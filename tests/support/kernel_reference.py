@@ -168,9 +168,6 @@ def verify_chain_padded(
     seeds,
     draws,
     *,
-    max_draft_tokens,
-    method="block",
-    level=1,
     draw_offset=0,
     draft_temperature=None,
     draft_lse=None,
@@ -179,8 +176,9 @@ def verify_chain_padded(
     thresholds=None,
     positions=None,
     position_skip=0,
+    **options,
 ) -> ChainResult:
-    """Where every request has a row."""
+    """Where every request has a row; options: see `verify_chain`."""
     state = idx_mapping.long()
     owner = state.repeat_interleave(cu_num_logits.diff())
     if thresholds is not None:
@@ -207,9 +205,7 @@ def verify_chain_padded(
         temperature[state],
         seeds[state],
         draws[state] + draw_offset,
-        max_draft_tokens=max_draft_tokens,
-        method=method,
-        level=level,
+        **options,
         draft_temperature=None if draft_temperature is None else draft_temperature[state],
     )
 

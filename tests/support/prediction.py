@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.prediction_lookup import DOUBT, LONGEST
-from vllm_hsd.tools.lookup_level import Texts
 
 
 @dataclass
@@ -34,39 +32,20 @@ class Prediction:
                 best, found = (matched, -self._rank(place, len(text))), place
         return best[0], found
 
+    def draft(self, text: np.ndarray, committed: int, most: int) -> tuple[list[int], float]:
+        """What follows in the prediction, and how sure each token is of it.
+
+        Remembers where a committed text stands: what is drafted above it may be refused.
+        """
+        matched, place = self.find(text)
+        if matched and len(text) == committed:
+            self.place, self.at = place, len(text)
+        draft = self.tokens[place : place + most] if matched else self.tokens[:0]
+        return draft.tolist(), matched / (matched + DOUBT)
+
     def _rank(self, place: int, length: int) -> int:
         if place == self.place + length - self.at:
             return 0
         if place >= self.place:
             return 1 + place - self.place
         return 2 + len(self.tokens) + self.place - place
-
-
-class PredictionLevel:
-    """Drafts the continuation of each request's prediction; nothing without one."""
-
-    def __init__(self) -> None:
-        self.predictions: dict[int, Prediction] = {}  # by slot
-        self.committed: dict[int, int] = {}
-
-    def read(self, texts: Texts) -> None:
-        """Note how long the committed texts are."""
-        self.committed.update(zip(texts.slots.tolist(), texts.ends.tolist(), strict=True))
-
-    def lookup(self, texts: Texts, requested: np.ndarray) -> LookupResult:
-        """Draft what follows in each prediction, and remember where a committed text stands."""
-        result = LookupResult.empty(len(requested), int(requested.max(initial=0)))
-        for i in np.flatnonzero(requested):
-            slot, end = int(texts.slots[i]), int(texts.ends[i])
-            if (known := self.predictions.get(slot)) is None:
-                continue
-            matched, place = known.find(texts.tokens[texts.rows[i], :end])
-            if not matched:
-                continue
-            # What is drafted above the committed text may be refused.
-            if end == self.committed.get(slot):
-                known.place, known.at = place, end
-            draft = known.tokens[place : place + int(requested[i])]
-            each = np.full(len(draft), matched / (matched + DOUBT))
-            result.put(i, draft, np.cumprod(each))
-        return result

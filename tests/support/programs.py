@@ -15,7 +15,7 @@ from oracle.exact import Table
 from oracle.stand_ins import TableLevel
 from support import kernel_reference as reference
 from support import step_reference
-from support.proposal_states import block_tables, schedule_of
+from support.proposal_states import MAX_NUM_REQS, block_tables, schedule_of, state_of
 
 from vllm_hsd.cascade import cascade_steps, entropy_stopping
 from vllm_hsd.cascade.counters import LevelCounts
@@ -36,8 +36,7 @@ from vllm_hsd.tools.reference.cascade import Cascade
 from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.stopping import EntropyThresholds
 
-MAX_MODEL_LEN, MAX_NUM_REQS, PROMPT = 40, 7, 5
-BLOCK_SIZE = 4
+MAX_MODEL_LEN, PROMPT, BLOCK_SIZE = 40, 5, 4
 
 
 class CachedTableLevel:
@@ -133,15 +132,7 @@ class Engine:
         self.groups, self.blocks = block_tables(seed, sizes=(BLOCK_SIZE,))
         self.lookup = lookup
         self.levels = [CachedTableLevel(t, self.blocks[0], dtype) for t in self.tables]
-        self.state = ProposalState.allocate(
-            self.schedule,
-            batch=batch,
-            max_num_reqs=MAX_NUM_REQS,
-            vocab_size=vocabulary,
-            dtypes=[None if lookup and k == 0 else dtype for k in range(len(lengths))],
-            num_kv_groups=1,
-            device=torch.device("cpu"),
-        )
+        self.state = state_of(self.schedule, batch, vocabulary, dtype, lookup=lookup is not None)
         self.thresholds = None
         if "entropy" in stopping:
             stops = [option.stopping == "entropy" for option in self.options]

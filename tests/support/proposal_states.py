@@ -1,11 +1,11 @@
 """Random states of a proposal, for the kernels between forward passes and their reference."""
 
-import copy
 from collections.abc import Sequence
-from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
@@ -22,6 +22,29 @@ def schedule_of(*lengths: int, rounds: Sequence[int | None] = (), **kind) -> Sch
     limits = [None, *rounds, *[None] * len(lengths)]
     options = [LevelOptions(n, max_rounds=limits[k]) for k, n in enumerate(lengths)]
     return compile_schedule(options, **kind)
+
+
+def state_of(
+    schedule: Schedule,
+    batch: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    lookup: bool = False,
+    slots: int = MAX_NUM_REQS,
+    groups: int = 1,
+    device: torch.device | str = "cpu",
+) -> ProposalState:
+    """Of levels whose rows have one type, but for a lookup below them."""
+    return ProposalState.allocate(
+        schedule,
+        batch=batch,
+        max_num_reqs=slots,
+        vocab_size=vocab_size,
+        dtypes=[None if lookup and k == 0 else dtype for k in range(schedule.num_levels)],
+        num_kv_groups=groups,
+        device=torch.device(device),
+    )
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,26 +77,20 @@ class GuardedState:
     def __init__(
         self, schedule, batch: int, lookup: bool = False, device: torch.device | str = "cpu"
     ) -> None:
-        dtypes = [None if lookup and k == 0 else torch.bfloat16 for k in range(schedule.num_levels)]
-        state = ProposalState.allocate(
-            schedule,
-            batch=batch,
-            max_num_reqs=MAX_NUM_REQS,
-            vocab_size=VOCABULARY,
-            dtypes=dtypes,
-            num_kv_groups=2,
-            device=torch.device(device),
-        )
-        self.outer: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors_of(state).items():
-            if name not in ("request", "draft_lengths", "counts") and "row_starts" not in name:
-                set_tensor(state, name, self._guarded(name, tensor))
+        kind = {"lookup": lookup, "groups": 2, "device": device}
+        state = state_of(schedule, batch, VOCABULARY, torch.bfloat16, **kind)
+        # Name, what is around, and the tensor in its middle.
+        self.guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for name, value in vars(state).items():
+            if name not in ("request", "draft_lengths", "counts", "row_starts"):
+                guard = partial(self._guarded, name)
+                setattr(state, name, tree_map_only(torch.Tensor, guard, value))
         self.state = state
 
     def _guarded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # Before and after each dimension: two-dimensional ones get guards around every row.
         guards: tuple[int, ...] = {1: (2,), 2: (1, 2), 3: (1, 0, 0)}[tensor.ndim]
-        if name == "draft_tokens" or name.startswith("lse"):
+        if name in ("draft_tokens", "lse"):
             guards = 1, 0  # rows that kernels expect to be contiguous
         shape = [n + 2 * guard for n, guard in zip(tensor.shape, guards, strict=True)]
         outer = poison(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
@@ -81,13 +98,12 @@ class GuardedState:
         for d, guard in enumerate(guards):
             inner = inner.narrow(d, guard, tensor.shape[d])
         inner.copy_(tensor)
-        self.outer[name] = outer
+        self.guarded.append((name, outer, inner))
         return inner
 
     def assert_guards(self) -> None:
         """Nothing outside the tensors was written."""
-        for name, outer in self.outer.items():
-            inner = tensors_of(self.state)[name]
+        for name, outer, inner in self.guarded:
             kept = outer.clone()
             offset = inner.storage_offset()
             torch.as_strided(kept, inner.shape, inner.stride(), offset).copy_(
@@ -97,42 +113,15 @@ class GuardedState:
             assert same.all(), name
 
 
-def tensors_of(state: ProposalState) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for field in fields(state):
-        value = getattr(state, field.name)
-        if isinstance(value, list):
-            found |= {f"{field.name}[{i}]": t for i, t in enumerate(value) if t is not None}
-        elif isinstance(value, dict):
-            found |= {f"{field.name}[{i}]": t for i, t in value.items()}
-        else:
-            found[field.name] = value
-    return found
-
-
-def set_tensor(state: ProposalState, name: str, tensor: torch.Tensor) -> None:
-    if "[" in name:
-        field, i = name.removesuffix("]").split("[")
-        getattr(state, field)[int(i)] = tensor
-    else:
-        setattr(state, name, tensor)
-
-
 def assert_equal_states(one: ProposalState, other: ProposalState) -> None:
     """Equal in every entry, NaN where the other one is NaN; on any devices."""
-    theirs = {name: tensor.cpu() for name, tensor in tensors_of(other).items()}
-    for name, tensor in tensors_of(one).items():
-        mine = tensor.cpu()
-        equal = (mine == theirs[name]) | ((mine != mine) & (theirs[name] != theirs[name]))
-        assert equal.all(), (name, mine, theirs[name])
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True, "check_device": False}
+    torch.testing.assert_close(vars(one), vars(other), **exactly)
 
 
 def copied(state: ProposalState) -> ProposalState:
     """A copy on the CPU."""
-    other = copy.deepcopy(state)
-    for name, tensor in tensors_of(other).items():
-        set_tensor(other, name, tensor.cpu())
-    return other
+    return ProposalState(**tree_map_only(torch.Tensor, lambda t: t.cpu().clone(), vars(state)))
 
 
 def block_tables(seed: int, sizes=(4, 16), device="cpu") -> tuple[KVGroups, list[torch.Tensor]]:

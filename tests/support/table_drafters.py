@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from support.proposal_states import TableLevel
+from support.proposal_states import TableLevel, state_of
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.cascade.bigram_rows import BigramRows
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
-from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
+from vllm_hsd.cascade.proposal_state import KVGroups
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_order import order_texts
 from vllm_hsd.cascade.text_store import TextStore, collect_texts
@@ -117,18 +117,9 @@ class TableCascade(CascadeSpeculator):
         lowest = self.hsd.levels[0]
         self.device, self.stale = CPU, np.zeros(slots, dtype=bool)
         self.max_num_reqs = slots
-        self.state = ProposalState.allocate(
-            self.schedule,
-            batch=slots + 1,  # so that a CUDA graph has padding
-            max_num_reqs=slots,
-            vocab_size=vocabulary,
-            dtypes=[
-                None if level.last_drafts_by == "lookup" else torch.float32
-                for level in self.hsd.levels
-            ],
-            num_kv_groups=1,
-            device=CPU,
-        )
+        kind = {"lookup": lowest.last_drafts_by == "lookup", "slots": slots}
+        # With a row more, so that a CUDA graph has padding.
+        self.state = state_of(self.schedule, slots + 1, vocabulary, torch.float32, **kind)
         self.acceptance_estimator = self.confidence = self._confidence()
         self.draft_token_confidence_probs = torch.ones(self.draft_tokens.shape)
         self.thresholds = self._thresholds()

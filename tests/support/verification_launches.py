@@ -8,7 +8,7 @@ import torch
 
 from vllm_hsd.cascade import several_drafts
 from vllm_hsd.cascade.level import Level, LevelOptions
-from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
+from vllm_hsd.cascade.proposal_state import KVGroups
 from vllm_hsd.cascade.schedule import compile_schedule
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import padded_size
@@ -29,6 +29,7 @@ from vllm_hsd.kernels.tree_verify import MAX_NODES, verify_tree
 from . import meta_tensors as meta
 from .kernel_launches import Cascade, MetaLevel, stage
 from .meta_tensors import empty, filters, floats, longs, targets
+from .proposal_states import state_of
 
 _SLOTS, _LONGEST, _DRAFT = 256, 40960, 8
 
@@ -173,15 +174,8 @@ class SeveralDrafts:
 
     def launch(self) -> None:
         schedule = compile_schedule([LevelOptions(self.length)], drafts=self.rows)
-        state = ProposalState.allocate(
-            schedule,
-            batch=8,
-            max_num_reqs=_SLOTS,
-            vocab_size=self.vocab_size,
-            dtypes=[self.dtype],
-            num_kv_groups=1,
-            device=torch.device("meta"),
-        )
+        kind = {"slots": _SLOTS, "device": "meta"}
+        state = state_of(schedule, 8, self.vocab_size, self.dtype, **kind)
         kept = several_drafts.SeveralDrafts.allocate(state, self.rows, [2, 4, 8], most=4)
         bucket = state.bucket(4)
         stage(bucket, schedule, empty(_SLOTS, _LONGEST))
