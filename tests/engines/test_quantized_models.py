@@ -98,6 +98,7 @@ def test_a_quantized_target_with_other_drafters(family, int8):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("avx512f" not in FLAGS, reason="vLLM's kernel for 4 bits needs AVX-512")
 @pytest.mark.parametrize("stored", QUANTIZATION_4_BIT)
 def test_4_bits(family, tmp_path, stored):
     """vLLM's kernel for CPUs runs in 16 bits only, where greedy text may part."""
