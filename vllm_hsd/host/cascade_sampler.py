@@ -30,7 +30,6 @@ from vllm_hsd.host.stock_drafters import kept_drafts
 
 logger = init_logger(f"vllm.{__name__}")
 
-# In messages: what has our verifier.
 _SERVED = "method 'hsd' and rejection_sample_method 'hierarchical'"
 
 

@@ -265,8 +265,7 @@ class VllmModelKeys(LevelConfig):
     """Keys of levels that vLLM loads as a model: those of its own draft configuration.
 
     Attributes:
-        max_model_len: longest context that the level drafts for, in tokens; not where vLLM's own
-            drafter serves it.
+        max_model_len: longest context, in tokens; not where vLLM's own drafter serves the level.
     """
 
     keeps_cache = True
