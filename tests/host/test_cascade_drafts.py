@@ -11,18 +11,13 @@ import torch
 from support.exact_joint_distribution import chi_square_p_value
 from support.marks import slow
 from support.proposal_states import schedule_of
-from support.table_drafters import (
-    CascadeSpeculator,
-    DraftModelSpeculator,
-    ProposalState,
-    cascade,
-    tables,
-)
+from support.table_drafters import CascadeSpeculator, DraftModelSpeculator, cascade, tables
 from support.table_runner import TableRunner, joint
 
 from benchmarks.gpu import faults
 from vllm_hsd.cascade import cascade_steps, program
 from vllm_hsd.cascade.counters import Count
+from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.host_speculator import HostSpeculator
