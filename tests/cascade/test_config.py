@@ -168,6 +168,19 @@ def test_a_fault_is_one_sentence_that_names_the_key(keys, said):
     assert is_one_sentence(str(error.value)), error.value
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["{", "[]", '{"levels": []}', '{"schema": 2, "levels": []}'],
+    ids=["not JSON", "not a mapping", "no schema", "another schema"],
+)
+def test_files_that_are_not_cascades(tmp_path, written):
+    path = tmp_path / "cascade.json"
+    path.write_text(written)
+    with pytest.raises(UserError, match="cascade: ") as error:
+        CascadeConfig.parse({"cascade": str(path)})
+    assert is_one_sentence(str(error.value))
+
+
 def test_keys_next_to_a_cascade_file_win(tmp_path):
     path, wanted = tmp_path / "cascade.json", hsd(TOP, verifier="standard")
     path.write_text(json.dumps({"schema": 1, "planned_for": {"target": "m"}, **wanted}))

@@ -130,8 +130,16 @@ def test_every_option_has_a_line_of_help_and_shows_its_default():
         assert is_group or re.search(rf"^examples?:\n  {parser.prog} ", parser.format_help(), re.M)
 
 
-def test_an_interruption_is_one_line(monkeypatch, capsys):
-    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("vllm_hsd.tools.cli.build.build_store", interrupted)
-    assert run("build", "store", "--target", "T", "--output", "O", "text") == 130
-    assert capsys.readouterr().err == "vllm-hsd build store: interrupted\n"
+@pytest.mark.parametrize(
+    ("outcome", "status", "said"),
+    [
+        ([0], 0, ""),
+        (UserError("--x is 0: raise it."), 2, "vllm-hsd build store: --x is 0: raise it.\n"),
+        (KeyboardInterrupt(), 130, "vllm-hsd build store: interrupted\n"),
+    ],
+    ids=["done", "refused", "interrupted"],
+)
+def test_exit_status(monkeypatch, capsys, outcome, status, said):
+    monkeypatch.setattr("vllm_hsd.tools.cli.build.build_store", mock.Mock(side_effect=outcome))
+    assert run("build", "store", "--target", "T", "--output", "O", "text") == status
+    assert capsys.readouterr().err == said
