@@ -228,7 +228,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     console, messages = Console(), Console(stderr=True, soft_wrap=True)
     for warning in (*environment_warnings(profile), *measurement_warnings(profile)):
         messages.print(f"warning: {warning}", style="yellow")
-    planned = []
+    planned = {}
     for batch in paths:
         constraints = Constraints(
             batch=batch,
@@ -237,10 +237,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
             verifier=arguments.verifier,
         )
         search = Search(profile, constraints)
-        planned.append((search, search.choose()))
-        _check_verifier(profile, planned[-1][1])
+        planned[batch] = search, search.choose()
+        _check_verifier(profile, planned[batch][1])
     commands = []
-    for search, choice in planned:
+    for batch, (search, choice) in planned.items():
         console.print(choice_table(profile, choice))
         for name, option in losers(choice):
             why = why_slower(profile, option, choice.best)
@@ -248,7 +248,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
             console.print(f"{name}: {longer:+.1%}, {why}", soft_wrap=True)
         parts = (f"{part} {seconds:.2f}" for part, seconds in search.seconds.items())
         messages.print(f"planned in {sum(search.seconds.values()):.2f} s ({', '.join(parts)})")
-        batch = choice.constraints.batch
         path = paths[batch]
         if len(paths) > 1:
             commands.append(f"# batch size {batch}")
