@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from support.patches import replace
+
+from vllm_hsd.tools.audit.mutants import replace
 
 RANK = 4
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")

@@ -2,9 +2,8 @@
 
 from functools import partial
 
-from support.patches import replace
-
 from vllm_hsd.tools.audit import mutants
+from vllm_hsd.tools.audit.mutants import replace
 
 # What each does stands there. What `vllm_hsd.host.hooks:install` replaces later mends some.
 unscored_grammar_cut, unsubtracted, no_cap, neighbouring_noise = (

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from support.patches import replace
+from vllm_hsd.tools.audit.mutants import replace
 
 DIRECTORY = "HSD_TEST_RANKS"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.patches import replace
+
+from vllm_hsd.tools.audit.mutants import replace
 
 RECORD = "HSD_TEST_RECORD"  # The variable that names the file.
 WEIGHTS = "model.safetensors"

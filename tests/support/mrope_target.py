@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 from support.architectures import write_models
-from support.patches import replace
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
+
+from vllm_hsd.tools.audit.mutants import replace
 
 NAME = "MropeQwen2ForCausalLM"
 IMAGE_TOKENS = 4

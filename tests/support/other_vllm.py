@@ -1,7 +1,8 @@
 """Changes to the installed vLLM before an engine starts: other releases and other plugins."""
 
-from support.patches import replace
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+from vllm_hsd.tools.audit.mutants import replace
 
 FAVORED = 17
 

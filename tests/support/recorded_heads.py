@@ -5,7 +5,8 @@ from unittest import mock
 
 from support import engines
 from support.hosted_branches import runner_of
-from support.patches import replace
+
+from vllm_hsd.tools.audit.mutants import replace
 
 HEAD = "vllm_hsd.host.target_head:ProgramHead"
 # (verified text, draft tokens after it) -> what the head makes of it

@@ -6,13 +6,14 @@ from unittest import mock
 
 import torch
 from support.architectures import COMMON
-from support.patches import replace
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
 )
+
+from vllm_hsd.tools.audit.mutants import replace
 
 GRANITE = {**COMMON, "attention_multiplier": 0.17, "residual_multiplier": 0.5}
 GRANITE["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}

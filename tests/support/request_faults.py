@@ -1,6 +1,6 @@
 """Plugins of `OpenAIServer`: errors of one request, which names them by its seed."""
 
-from support.patches import replace
+from vllm_hsd.tools.audit.mutants import replace
 
 VALIDATED, ADDED, GRAMMAR, DRAFTED, VERIFIED = range(7001, 7006)
 

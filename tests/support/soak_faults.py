@@ -3,7 +3,8 @@
 import itertools
 
 import torch
-from support.patches import replace
+
+from vllm_hsd.tools.audit.mutants import replace
 
 
 def one_token_in_a_hundred() -> None:

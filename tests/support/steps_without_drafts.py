@@ -2,7 +2,7 @@
 
 import itertools
 
-from support.patches import replace
+from vllm_hsd.tools.audit.mutants import replace
 
 SPECULATOR = "vllm_hsd.host.speculator:CascadeSpeculator"
 

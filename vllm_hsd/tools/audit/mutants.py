@@ -128,21 +128,27 @@ def install(llm: Any, name: str | None) -> None:
         setattr(owner, attribute, value)
     _replaced.clear()
     for target, patch in MUTANTS[name].patches.items() if name is not None else ():
-        whole = pkgutil.resolve_name(target)
-        module, _, path = target.partition(":")
-        above, _, attribute = path.rpartition(".")
-        owner = pkgutil.resolve_name(f"{module}:{above}")
-        _replaced.append((owner, attribute, whole))
-        # A function and no `partial`, which would not bind as a method.
-        setattr(owner, attribute, _with_first(patch, whole))
+        _replaced.append(replace(target, patch))
 
 
-def _with_first(patch: Callable, whole: Any) -> Callable:
-    @functools.wraps(patch)
+def replace(target: str, patch: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Put a patch, whose first argument is what it replaces, in the place of "module:name".
+
+    Returns:
+        (what has the name, its last part, what was there).
+    """
+    module, _, path = target.partition(":")
+    above, _, attribute = path.rpartition(".")
+    owner = pkgutil.resolve_name(f"{module}:{above}")
+    whole = getattr(owner, attribute)
+
+    # A function and no `partial`, which would not bind as a method.
+    @functools.wraps(whole)
     def call(*args: Any, **kwargs: Any) -> Any:
         return patch(whole, *args, **kwargs)
 
-    return call
+    setattr(owner, attribute, call)
+    return owner, attribute, whole
 
 
 class _Verified:
