@@ -307,15 +307,19 @@ def threshold_kernel(
         source_ptr = candidate_ptr + row * CANDIDATES
         over = tl.zeros([BLOCK // 2], tl.int64)
         # The addresses to store at move between threads: those of a whole block would spill.
+        some: tl.constexpr = PARTS * BLOCK // (2 * CHUNK)
+        part_at = maxima_ptr + slot * PARTS + tl.arange(0, some)
         for offset in tl.range(0, CHUNK, BLOCK // 2):
-            entry = chunk * CHUNK + offset + tl.arange(0, BLOCK // 2)
-            x = load_scaled(row_ptr, entry, vocab_size, inv_temperature)
-            above = ((x >= bound) & (x < high) & (x > float("-inf"))).to(tl.int32)
-            over += tl.where(x >= high, _weight(x, maximum, True), 0)
-            number = tl.sum(above, axis=0)
-            at = tl.atomic_add(gathered_ptr + row * 2, number, sem="relaxed")
-            place = at + tl.cumsum(above, axis=0) - 1
-            tl.store(source_ptr + place, x, mask=(above > 0) & (place < CANDIDATES))
+            # Few parts of a row have an entry above the bound.
+            if tl.max(tl.load(part_at + offset * PARTS // CHUNK), axis=0) >= bound:
+                entry = chunk * CHUNK + offset + tl.arange(0, BLOCK // 2)
+                x = load_scaled(row_ptr, entry, vocab_size, inv_temperature)
+                above = ((x >= bound) & (x < high) & (x > float("-inf"))).to(tl.int32)
+                over += tl.where(x >= high, _weight(x, maximum, True), 0)
+                number = tl.sum(above, axis=0)
+                at = tl.atomic_add(gathered_ptr + row * 2, number, sem="relaxed")
+                place = at + tl.cumsum(above, axis=0) - 1
+                tl.store(source_ptr + place, x, mask=(above > 0) & (place < CANDIDATES))
         if high < float("inf"):
             tl.atomic_add(over_ptr + row, tl.sum(over, axis=0), sem="relaxed")
         # The last program of the row to arrive sees the candidates of all.
