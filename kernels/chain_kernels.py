@@ -251,7 +251,7 @@ def verify_kernel(
         draft_row_ptr = draft_ptr + tau.to(tl.int64) * draft_stride_row
         threshold = float("-inf")
         if FILTERED:
-            threshold = tl.load(threshold_ptr + tau)
+            threshold = tl.load(threshold_ptr + tau, mask=num_drafted >= 0, other=float("-inf"))
         rejected = extract_lane(token, row, tau)
         residual = (
             (target_row_ptr, inv_temperature, extract_lane(target_lse - log_a, row, tau)),
