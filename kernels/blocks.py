@@ -35,6 +35,11 @@ def padded_size(count: int) -> int:
     return max(2, triton.next_power_of_2(count))
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a part of a tensor that begins between 16 bytes: kernels would be compiled for it."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def check_logits(name: str, logits: torch.Tensor, ndim: int) -> None:
     """Check dimensions, dtype and strides of a tensor of logits.
 

@@ -8,6 +8,7 @@ from support import kernel_launches, launch_cases
 from support.table_drafters import cascade, tables
 from support.table_runner import TableRunner
 from triton.runtime.jit import JITFunction
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 CASCADES = (
     *("one", "two, adaptive", "three", "lookup", "bigram", "suffix", "sources", "choice below"),
@@ -134,9 +135,18 @@ def key(function: JITFunction, name: str, value):
     return "integer" if name in free else (value == 1, value % 16 == 0)
 
 
-@pytest.mark.parametrize("name", (*CASCADES, "stock", "point masses"))
-def test_a_step_launches_what_the_warm_up_has_compiled(launched, name):
+@pytest.mark.parametrize(
+    ("name", "in_parts"),
+    [
+        *((name, False) for name in (*CASCADES, "stock", "point masses")),
+        *((name, True) for name in ("two, adaptive", "stock")),
+    ],
+)
+def test_a_step_launches_what_the_warm_up_has_compiled(launched, monkeypatch, name, in_parts):
+    """Also where a batch is verified request by request, in parts that begin anywhere."""
     warm, served = set(), set()
+    if in_parts:
+        monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 4 * 5 * len(tables()[0]))
     launched.run = True
     for params in BATCHES:
         # As when an engine starts: no request has been there.
@@ -144,6 +154,10 @@ def test_a_step_launches_what_the_warm_up_has_compiled(launched, name):
         launched.noted.clear()
         sampler = runner.runner.rejection_sampler
         sampler.warm_up(torch.float32, runner.drafter.draft_logits)
+        # And vLLM's own warm-up, in which logits are processed.
+        runner = runner_of(name, [{"presence_penalty": 0.5}] * len(params))
+        runner.step()
+        runner.step()
         warm |= launched.taken(key)
         runner = runner_of(name, params)
         propose = runner.propose

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from support.exact_joint_distribution import joint_distribution_of
 from support.table_drafters import CPU, TableCascade, TableDrafter, tables
+from torch.nn.functional import pad
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.input_batch import expand_idx_mapping, post_update
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -123,12 +124,12 @@ class TableRunner:
         """
         batch = self.input_batch()
         rows = (logits or (lambda tokens: self.target[tokens]))(batch.input_ids.long())
+        # In the memory of a head, which vLLM pads.
+        rows = pad(rows, (0, -rows.shape[1] % 64))[:, : rows.shape[1]]
         if self.drafted is None or self.length == 0:
-            output = self.sampler(rows.clone(), batch)
+            output = self.sampler(rows, batch)
         else:
-            output = self.runner.rejection_sampler(
-                rows.clone(), batch, self.drafter.draft_logits, invalid
-            )
+            output = self.runner.rejection_sampler(rows, batch, self.drafter.draft_logits, invalid)
             self.verified += self.count * self.length
             self.accepted += int(output.num_sampled.sum()) - self.count
         post_update(

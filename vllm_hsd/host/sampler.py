@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
@@ -20,6 +21,7 @@ from vllm_hsd.host.hooks import REGISTRY, replace_on
 from vllm_hsd.host.registry import NONE_FILED
 from vllm_hsd.host.request_parameters import RequestParameters
 from vllm_hsd.host.stock_drafters import KeptDrafts
+from vllm_hsd.kernels.blocks import aligned
 from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
 from vllm_hsd.kernels.filter_rows import row_thresholds
 
@@ -111,7 +113,9 @@ class BlockRejectionSampler(RejectionSampler):
             ids = torch.zeros(drafts + 1, dtype=torch.int32, device=device)
             index = positions = ids.long()
             local = torch.arange(drafts + 1, dtype=torch.int32, device=device)
-            logits = torch.zeros(drafts + 1, vocabulary, dtype=dtype, device=device)
+            # Of a head's memory, which vLLM pads: kernels are compiled for its stride.
+            logits = torch.zeros(drafts + 1, pad_vocab_size(vocabulary), dtype=dtype, device=device)
+            logits = logits[:, :vocabulary]
             if not drafts:
                 self.sampler.sample(logits, index, index, slot, positions, ids, local, slot)
                 continue
@@ -137,6 +141,10 @@ class BlockRejectionSampler(RejectionSampler):
         seq_lens_upper_bound_np,
         verify_draft_sampled,
     ):
+        # vLLM verifies a large batch in parts.
+        draft_sampled, verify_draft_sampled, pos, idx_mapping, expanded_idx_mapping = map(
+            aligned, (draft_sampled, verify_draft_sampled, pos, idx_mapping, expanded_idx_mapping)
+        )
         self.verified = expanded_idx_mapping, idx_mapping_np
         processed, is_scaled = self.target_logits(
             logits,
