@@ -115,7 +115,7 @@ def lay_out_kernel(
     index_ptr,  # int64 [B], slots
     row_of_slot_ptr,  # int32 [max_num_reqs]
     branch_count_ptr,  # int32 [proposals, BRANCHES]
-    table_ptr,  # int32 [max_num_reqs, width]
+    table_ptr,  # int32 [B, width]
     table_stride,
     block_size,
     length,  # most tokens of a row after its root
@@ -143,7 +143,7 @@ def lay_out_kernel(
         tl.store(count_ptr + request * (BRANCHES + 1) + branch, own)
         inside = (lane < tokens) & (branch > 0)
         tl.store(position_ptr + start + lane, root + lane, mask=inside)
-    table_ptr += slot * table_stride
+    table_ptr += request.to(tl.int64) * table_stride
     first = root // block_size
     blocks = (length + block_size - 1) // block_size + (block_size < 8 * length).to(tl.int32)
     shift = (root + length) // block_size + 1 + (branch - 1) * blocks - first

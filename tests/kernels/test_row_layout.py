@@ -128,17 +128,16 @@ class Batch:
             "base": guarded(n + 1, dtype=torch.int64),
             "count": torch.zeros(self.count, BRANCHES + 1, dtype=torch.int32),
         }
-        # Request i is in slot B - 1 - i.
-        main = ints(self.main[::-1])
         branch_kernels.lay_out_kernel[(n,)](
             *(found[name] for name in ("position", "slots", "table")),
             columns,
             *(found[name] for name in ("seq_len", "chain", "base", "count")),
             *map(ints, (self.request, self.branch, self.start, self.tokens)),
+            # Request i is in slot B - 1 - i.
             ints(np.arange(self.count)[::-1], torch.int64),
             ints(self.number[::-1]),
             ints(self.drafted),
-            main,
+            ints(self.main),
             columns,
             self.size,
             self.length,

@@ -29,7 +29,7 @@ from vllm_hsd.host.graphs import limit_batches
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, replace_on
 from vllm_hsd.host.registry import NONE_FILED
 from vllm_hsd.kernels import branch_kernels
-from vllm_hsd.kernels.blocks import padded_size
+from vllm_hsd.kernels.blocks import aligned, padded_size
 from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.copy_blocks import BranchRows
@@ -260,7 +260,7 @@ class HostedBranches:
         async_tensor_h2d(starts, out=self.buffers.query_start_loc)
         self.buffers.seq_lens.zero_()
         copied = bool(several.any())
-        self._lay_out(batch, slot_mappings, rows, device, count, length, copied)
+        self._lay_out(batch, tables, slot_mappings, rows, device, count, length, copied)
         shown = replace(
             batch,
             # By which image-text models look up what of a row is an image.
@@ -287,6 +287,7 @@ class HostedBranches:
     def _lay_out(
         self,
         batch: Any,
+        tables: tuple[torch.Tensor, ...],
         slot_mappings: torch.Tensor,
         rows: BranchRows,
         device: torch.Tensor,
@@ -295,9 +296,9 @@ class HostedBranches:
         copied: bool,
     ) -> None:
         """Write what attention reads of the rows, and the text before the roots if it is copied."""
-        vllm = self.runner.block_tables
-        for group, (own, size) in enumerate(zip(self.tables, vllm.block_sizes, strict=True)):
-            main = vllm.block_tables[group].gpu
+        sizes = self.runner.block_tables.block_sizes
+        # Of vLLM's tables those of the batch: of a window they have what is not freed alone.
+        for group, (own, main, size) in enumerate(zip(self.tables, tables, sizes, strict=True)):
             branch_kernels.lay_out_kernel[(len(rows.base),)](
                 batch.positions,
                 slot_mappings[group],
@@ -364,11 +365,11 @@ class HostedBranches:
         found = follow_branches(
             chain,
             logits,
-            step.inputs[begin : begin + len(logits)],
+            aligned(step.inputs[begin : begin + len(logits)]),
             cu_num_logits,
             idx_mapping,
-            self.offsets[step.length][first:end],
-            self.counts[first:end],
+            aligned(self.offsets[step.length][first:end]),
+            aligned(self.counts[first:end]),
             draws=draws,
             max_tokens=self.longest,
             **options,
