@@ -148,9 +148,11 @@ def test_v1_is_not_what_vllm_falls_back_to(family, monkeypatch, given):
             configure(family, given)
         # Other configurations are vLLM's own matter.
         assert asked(configure(family, None)) is not None
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(UserError, match=r"VLLM_USE_V2_MODEL_RUNNER=0 asks for .*: unset it"):
-        configure(family, given)
+    for name, value in ("V2_MODEL_RUNNER", "0"), ("RUST_FRONTEND", "1"):
+        with monkeypatch.context() as context:
+            context.setenv(f"VLLM_USE_{name}", value)
+            with pytest.raises(UserError, match=rf"VLLM_USE_{name}={value}.*: unset it"):
+                configure(family, given)
 
 
 # key of vLLM -> (value, where vLLM or the cascade finds it, or what refuses it)

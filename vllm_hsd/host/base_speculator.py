@@ -160,11 +160,6 @@ class BaseSpeculator(StandaloneARSpeculator):
     def max_model_len(self, value: int) -> None:
         """vLLM 0.32 sets it once."""
 
-    def load_model(self, target_model) -> None:
-        super().load_model(target_model)
-        # vLLM gathers encoder outputs in every step for a drafter that takes them; no level does.
-        self.supports_mm_inputs = False
-
     def load_draft_model(self, target_model, target_attn_layer_names):
         for i, level in enumerate(self.hsd.levels):
             if level.last_drafts_by != "model":
@@ -181,8 +176,9 @@ class BaseSpeculator(StandaloneARSpeculator):
             if hosted.in_target_cache or reads_states:
                 hosted.attach(target_model)
             self.hosted.append(hosted)
-        models = [level.model for level in self.hosted if level is not None and level.model]
-        return models[-1] if models else target_model
+        # What vLLM takes for the draft model, never the target: it may be told to load into it, and
+        # gathers encoder outputs in every step for one that takes them.
+        return torch.nn.ModuleList([k.model for k in self.hosted if k is not None and k.model])
 
     def set_attn(
         self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups

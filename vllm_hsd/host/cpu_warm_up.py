@@ -38,6 +38,8 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
         self.speculator.time_levels()
     if not config.kernel_config.enable_jit_warmup:
         return
+    # Else vLLM 0.33 does it once more, and levels learn from made-up requests.
+    config.kernel_config.enable_jit_warmup = False
     began, scheduler = time.perf_counter(), self.scheduler_config
     largest = scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)

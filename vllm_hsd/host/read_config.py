@@ -41,6 +41,8 @@ def runner_mistake() -> str | None:
             "VLLM_USE_V2_MODEL_RUNNER=0 asks for vLLM's V1 runner, and vllm-hsd runs on V2: "
             "unset it."
         )
+    if envs.VLLM_USE_RUST_FRONTEND:
+        return "VLLM_USE_RUST_FRONTEND=1: that front end checks no keys of requests: unset it."
     if HAS_TRITON:
         return None
     from vllm.platforms import current_platform

@@ -112,10 +112,6 @@ REGISTRY.overrides(
                 "target_attn_groups",
             ),
         ),
-        f"{_GPU}.spec_decode.speculator.DraftModelSpeculator.load_model": (
-            "no level takes encoder outputs",
-            ("self", "target_model"),
-        ),
         f"{_STANDALONE}.load_draft_model": (
             "loads every level",
             ("self", "target_model", "target_attn_layer_names"),
