@@ -43,7 +43,9 @@ class BatchBudget:
     def choose(self, size: int) -> int:
         """Tokens to draft for each of `size` requests: one of the lengths."""
         rates, first = self.rates(size), len(self.lengths) * size.bit_length()
-        best = len(rates) - 1 if None in (rates[0], rates[-1]) else _argmax(rates)
+        best = len(rates) - 1
+        if None not in (rates[0], rates[-1]):
+            best = max(range(len(rates)), key=lambda i: rates[i] or 0.0)
         self.trials.pays(first + best)
         for i, rate in enumerate(rates):
             # Where the next longer draft loses, those after it lose more.
@@ -82,7 +84,3 @@ class BatchBudget:
         """Let no more than a few tokens of each kind count."""
         verified = self.acceptance.shared[1]
         self.acceptance.shared *= PRIOR_TOKENS / np.maximum(verified, PRIOR_TOKENS)
-
-
-def _argmax(rates: list[float | None]) -> int:
-    return max(range(len(rates)), key=lambda i: rates[i] or 0.0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -265,7 +266,8 @@ def compile_schedule(
     own = longest - horizontal_tokens
     options = [*options[:-1], replace(options[-1], draft_length=own)]
     lengths = tuple(option.draft_length for option in options)
-    rounds = (0, *(_rounds(options, k) for k in range(1, len(options))))
+    full = (ceil(own / (below + 1)) for below, own in pairwise(lengths))
+    rounds = (0, *(own.max_rounds or most for own, most in zip(options[1:], full, strict=True)))
     forwards = 0 if lookup else lengths[0]
     for k in range(1, len(options)):
         forwards = rounds[k] * (forwards + 1)
@@ -295,13 +297,6 @@ def compile_schedule(
             )
     window = uncached_bound(0, len(options), replaced) + horizontal_tokens
     return Schedule(ops, lengths, rounds, window, horizontal_tokens, drafts)
-
-
-def _rounds(options: Sequence[LevelOptions], level: int) -> int:
-    given = options[level].max_rounds
-    if given is not None:
-        return given
-    return ceil(options[level].draft_length / (options[level - 1].draft_length + 1))
 
 
 def _unroll(

@@ -11,7 +11,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.adaptive_verification import BoundedConfidence
 from vllm_hsd.cascade.prediction_lookup import PredictionLookup
-from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.config.sizes import reads_texts
 from vllm_hsd.errors import UserError
@@ -59,9 +58,12 @@ def serve(runner: Any) -> None:
     parameters = RequestParameters(sampler.sampling_states, couples_all)
     if isinstance(speculator, BaseSpeculator | HeadSources):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
-        lookups = _lookups(speculator.lookup)
+        lookups: list[Any] = [lookup := speculator.lookup]
+        if isinstance(lookup, SourcesLookup):
+            lookups = [each for each, _ in lookup.lookups]
         parameters.predictions = [each for each in lookups if isinstance(each, PredictionLookup)]
-        if shared := _shared_outputs(lookups):
+        suffixes = (each for each in lookups if isinstance(each, SuffixLookup))
+        if shared := [each.shared for each in suffixes if each.shared is not None]:
             replace_on(runner, f"{RUNNER}.finish_requests", by=(runner.req_states, shared))
     if isinstance(speculator, BaseSpeculator):
         if reads_texts(speculator.hsd.levels):
@@ -106,15 +108,6 @@ def serve(runner: Any) -> None:
     runner.rejection_sampler = made(
         sampler, runner.speculative_config, runner.device, parameters, kept
     )
-
-
-def _lookups(lookup: Any) -> list[Any]:
-    return [each for each, _ in lookup.lookups] if isinstance(lookup, SourcesLookup) else [lookup]
-
-
-def _shared_outputs(lookups: list[Any]) -> list[SharedOutputs]:
-    suffixes = [each for each in lookups if isinstance(each, SuffixLookup)]
-    return [each.shared for each in suffixes if each.shared is not None]
 
 
 class HeadSourcesSampler(BlockRejectionSampler):
