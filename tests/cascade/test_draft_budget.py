@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support.drafting_levels import drafting_levels
+from support.marks import slow_but
 from support.simulated_serving import (
     LENGTH,
     REQUEST,
@@ -48,14 +49,20 @@ def speedup(target, levels, size: int, fixed=None) -> float:
     return serving.run(400 // size + 400) * target(size) / size
 
 
-# One request takes sixteen times the steps.
+# Each scenario, target and size once; one request takes sixteen times the steps.
+FAST = {
+    ("lookup", cpu, 4),
+    *((name, compute_bound, 16) for name in ("rare lookup", "cheap model", "two models")),
+    *((name, memory_bound, 16) for name in ("costly model", "lookup below a model")),
+    ("quantized", cpu, 16),
+}
+SIZES = [(target, size) for size in (16, 1) for target in TARGETS] + [(cpu, 4)]
+
+
 @pytest.mark.parametrize(
-    ("target", "size"),
-    [(target, 16) for target in TARGETS]
-    + [(cpu, 4)]
-    + [pytest.param(target, 1, marks=pytest.mark.slow) for target in TARGETS],
+    ("scenario", "target", "size"),
+    slow_but(FAST, [(scenario, *size) for scenario in SCENARIOS for size in SIZES]),
 )
-@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_it_is_near_the_best_fixed_choice_and_never_slower_than_no_drafts(scenario, target, size):
     make, lengths = SCENARIOS[scenario]
     learned = speedup(target, make(target), size)
@@ -222,6 +229,7 @@ def test_a_pass_that_takes_longer_over_fewer_tokens_is_told_from_noise():
     assert times.seconds(8) <= times.seconds(12)
 
 
+@pytest.mark.slow
 def test_drafts_are_as_long_as_is_cheapest():
     """A model below a target whose passes over two tokens take longer than those over three."""
     seconds = np.array([229, 266, 195, 202, 191, 190, 238, 253, 261]) / 1e3

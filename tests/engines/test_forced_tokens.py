@@ -71,7 +71,7 @@ LEVELS = {
     "adaptive": lambda f: cascade({"model": f.small}, adaptive=True),
     "next to a model": lambda f: cascade({"sources": [NGRAM, {"model": f.small}]}),
 }
-SLOW = ("adaptive", "next to a model")
+SLOW = ("two models", "adaptive", "next to a model")
 
 
 def counted(llm, jobs: dict) -> dict:

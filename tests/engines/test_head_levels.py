@@ -6,6 +6,7 @@ The reference recomputes head and target from the text alone (support/eagle3_hea
 import os
 import random
 from collections.abc import Callable
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from support import recorded_heads
 from support.eagle3_head import Reference, write_eagle3_head
 from support.engines import AS_ON_GPUS, differing, run_engine, started
 from support.level_files import cascade
-from support.marks import slow
+from support.marks import slow, slow_but
 from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
 
 pytestmark = pytest.mark.timeout(900)
@@ -50,6 +51,7 @@ JOBS = {
         "params": [GREEDY if i % 2 else {**GREEDY, "temperature": 1, "seed": i} for i in range(6)],
     },
 }
+PROPOSALS = _, FIXED = "recursion", "fixed schedule"
 # Prompts in chunks, and few blocks.
 CROWDED = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
 
@@ -163,7 +165,11 @@ def test_drafts_equal_those_of_the_head_in_torch(shift, speculated, reference):
     assert share < 0.75 if shift else share == 1
 
 
-@pytest.mark.parametrize("fault", ["shift", *slow("keep_own_states", "hurry")])
+@pytest.mark.parametrize(
+    ("fault", "proposals"),
+    slow_but([("shift", FIXED)], product(("shift", "keep_own_states", "hurry"), PROPOSALS)),
+    indirect=["proposals"],
+)
 def test_heads_that_are_fed_something_else_are_caught(
     fault, proposals, configured, plain, reference
 ):
@@ -197,7 +203,7 @@ def test_graphs_draft_what_passes_without_them_draft(name, as_on_gpus, configure
         assert graphs[job]["levels"] == eager[job]["levels"], job
 
 
-@pytest.mark.parametrize("name", ["model, adaptive", "head, adaptive", "lookup, adaptive"])
+@pytest.mark.parametrize("name", ["model, adaptive", "lookup, adaptive", *slow("head, adaptive")])
 def test_steps_of_any_length_are_read(name, configured, plain, reference):
     """Also steps without a draft or a level; of a head below a model, alone and above a lookup."""
     arguments = {**configured(name), **CROWDED}
@@ -236,8 +242,13 @@ def sampled(configured, small_vocabulary) -> Callable[..., float]:
     return least
 
 
+SAMPLED = "model", "two models", "lookup", "horizontal", "a lookup or the head"
+
+
 @pytest.mark.parametrize(
-    "name", ["model", *slow("two models", "lookup", "horizontal", "a lookup or the head")]
+    ("name", "proposals"),
+    slow_but([("model", FIXED)], product(SAMPLED, PROPOSALS)),
+    indirect=["proposals"],
 )
 def test_sampled_text_follows_the_target(name, proposals, sampled):
     """Two comparisons of each case: sound ones fail with a probability of 8e-6 at most."""
@@ -253,7 +264,11 @@ def test_sampled_text_follows_the_target_in_steps_of_any_source(fault, sampled):
     assert (p_value > SIGNIFICANCE) != fault
 
 
-@pytest.mark.parametrize("fault", ["level", *slow("target")])
+@pytest.mark.parametrize(
+    ("fault", "proposals"),
+    slow_but([("level", FIXED)], product(("level", "target"), PROPOSALS)),
+    indirect=["proposals"],
+)
 def test_wrong_rows_of_a_head_s_drafts_are_caught(fault, proposals, sampled):
     """Negative control: they are verified as if they were drawn colder than they were."""
     patch = {"level": "support.recorded_heads:verify_colder", "target": FAULT}[fault]

@@ -70,13 +70,13 @@ def compiled(family, name: str, patch: str | None = None, work=warm_ups.run) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["suffix", "branches", *slow("two models", "head, model", "stock drafter")]
+    "name", ["branches", *slow("suffix", "two models", "head, model", "stock drafter")]
 )
 def test_requests_of_all_kinds_compile_nothing(family, name):
     assert compiled(family, name) == {}
 
 
-@pytest.mark.parametrize("name", ["adaptive", "head above a lookup"])
+@pytest.mark.parametrize("name", ["head above a lookup", *slow("adaptive")])
 def test_levels_that_are_left_out_compile_nothing(family, name):
     assert compiled(family, name, work=warm_ups.run_adversary) == {}
 

@@ -53,7 +53,7 @@ ENGINES = {
         cascade(PREDICTION | TWO, {"model": family.mid}, **FOUR) | CROWDED
     ),
 }
-SLOW = ("adaptive", "next to a model")
+SLOW = ("adaptive", "next to a model", "as on a GPU")
 
 
 @pytest.fixture(scope="module")

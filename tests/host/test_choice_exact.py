@@ -130,9 +130,9 @@ def bias(
         pytest.param("any", (2,), "block", 2, False, marks=pytest.mark.slow),
         pytest.param("any", (1, 2), "block", 2, False, marks=pytest.mark.slow),
         pytest.param("any", (1, 3), "block", 1, False, marks=pytest.mark.slow),
+        pytest.param("any", (1, 2), "block", 2, True, marks=pytest.mark.slow),
         ("any", (2,), "standard", 2, True),
         ("any", (2,), "block", 2, True),
-        ("any", (1, 2), "block", 2, True),
     ],
 )
 def test_a_choice_by_the_past_has_the_distribution_of_the_target(

@@ -21,14 +21,12 @@ HERE = Path(__file__).parent
     ("by", "marked"),
     [
         (repr(Checks(bounds=True, order=7, threads=2)), "every_kernel"),
-        pytest.param(
-            "interpreter",
-            "every_kernel or interpreted",
-            marks=(pytest.mark.slow, pytest.mark.timeout(3600)),
-        ),
+        ("interpreter", "every_kernel or interpreted"),
     ],
     ids=["checked", "interpreted"],
 )
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_kernel_runs(by, marked, tmp_path):
     file = tmp_path / "kernels"
     environment = {**os.environ, "HSD_TEST_KERNELS": str(file)}

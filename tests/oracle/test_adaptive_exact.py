@@ -17,6 +17,7 @@ import pytest
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
 from support.drafting_levels import drafting_levels
+from support.marks import slow
 from support.programs import MAX_NUM_REQS, Engine, reference_steps
 
 from vllm_hsd.cascade.level import StepLevels
@@ -238,7 +239,7 @@ def test_drafts_that_end_by_their_rows_are_lossless(kinds, verifier):
     assert bias(EndsByRows(), kinds, verifier)[0] == 0
 
 
-@pytest.mark.parametrize("kinds", ["lookup", "model", "lookup, model", "model, model"])
+@pytest.mark.parametrize("kinds", ["lookup", "model", "lookup, model", *slow("model, model")])
 def test_forced_tokens_are_lossless(kinds):
     assert bias(Forces(), kinds, "block")[0] == 0
 
@@ -250,8 +251,9 @@ def test_the_budget_is_lossless(kinds):
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kinds", ["model", *slow("model, model")])
 @pytest.mark.parametrize(
     "mutant", [LooksAtTheDraft, ShortensByTheDraft, EndsByTheDraft, ForcesWhatDiffers]
 )
-def test_a_selection_by_the_draft_is_caught(mutant, verifier):
-    assert bias(mutant(), "model, model", verifier, length=3)[0] > Fraction(1, 1000)
+def test_a_selection_by_the_draft_is_caught(mutant, kinds, verifier):
+    assert bias(mutant(), kinds, verifier, length=3)[0] > Fraction(1, 1000)

@@ -188,7 +188,6 @@ ENTROPY = {"stopping": ("entropy",) * 3}
     [
         ((2,), (), "block", {}),
         ((1, 3), (), "block", {}),
-        ((2, 3), (2,), "standard", {}),
         ((1, 2, 3), (1, 1), "block", {}),
         ((3,), (), "block", ENTROPY),
         ((2, 3), (2,), "block", ENTROPY),
@@ -200,7 +199,7 @@ ENTROPY = {"stopping": ("entropy",) * 3}
             for case in (((1, 2, 3), (1, 2), "block"), ((1, 2, 3), (2, 1), "standard"))
             for settings in ({}, ENTROPY)
         ),
-        pytest.param((2, 3), (2,), "block", {}, marks=pytest.mark.slow),
+        *(pytest.param((2, 3), (2,), v, {}, marks=pytest.mark.slow) for v in VERIFIERS),
     ],
 )
 def test_a_step_has_the_distribution_of_the_target(lengths, rounds, verifier, settings):

@@ -67,7 +67,11 @@ SLOW = pytest.mark.slow, pytest.mark.timeout(9000)
 
 
 @pytest.mark.parametrize(
-    ("room", "count"), [({}, 2000), (CROWDED, 150), pytest.param(CROWDED, 2500, marks=SLOW)]
+    ("room", "count"),
+    [
+        (CROWDED, 150),
+        *(pytest.param(room, count, marks=SLOW) for room, count in (({}, 2000), (CROWDED, 2500))),
+    ],
 )
 def test_samples_follow_the_target(letters, exact, room, count):
     outputs, result = sample(letters, room, count, list(PARAMS))
@@ -81,7 +85,7 @@ def test_samples_follow_the_target(letters, exact, room, count):
 @pytest.mark.parametrize(
     ("room", "fault", "kind", "count"),
     [
-        ({}, "unscored_grammar_cut", "grammar", 2000),
+        pytest.param({}, "unscored_grammar_cut", "grammar", 2000, marks=SLOW),
         pytest.param(CROWDED, "unscored_grammar_cut", "grammar", 2500, marks=SLOW),
         pytest.param(CROWDED, "unsubtracted", "free", 2500, marks=SLOW),
     ],

@@ -5,6 +5,7 @@ import pytest
 import torch
 from oracle.distributions import tree_distribution
 from support.exact_joint_distribution import chi_square_p_value
+from support.marks import slow
 
 from vllm_hsd.rules import (
     Tree,
@@ -28,7 +29,7 @@ def rows(count: int, seed: int) -> torch.Tensor:
 TREE = Tree([-1, -1, -1, 0, 2, 1, 3], [3, 1, 3, 0, 2, 1, 4])
 
 
-@pytest.mark.parametrize("one_hot", [False, True], ids=["rows", "one-hot"])
+@pytest.mark.parametrize("one_hot", [False, *slow(True)], ids=["rows", "one-hot"])
 @pytest.mark.parametrize("method", METHODS)
 def test_samples_follow_the_distribution(method, one_hot):
     target, draft = rows(8, 1), None if one_hot else rows(7, 2)

@@ -4,6 +4,7 @@ What belongs to one request is applied to rows of a batch; a wrong row is the te
 Requests join, leave and move, and their drafts have different lengths.
 """
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +85,23 @@ def job(rare: dict, place: int, params: dict = GREEDY) -> dict:
     return {"prompts": prompts, "params": listed, "arrive": arrive, "abort": {(place + 1) % 3: 8}}
 
 
-def jobs() -> dict[str, dict]:
+# All kinds; few budgets.
+SOME = [name for name in RARE if not name.startswith("budget ") or name[-1] in "38td"]
+
+
+def jobs(names: Collection[str] = RARE, places: Sequence[int] = (0, 4)) -> dict[str, dict]:
     """Name -> job; the rare one comes first or in the middle, the others are greedy or seeded."""
     return {
-        f"{name}, from {place}": job(rare, place, (GREEDY, SEEDED)[i // 2 % 2])
-        for i, (name, rare) in enumerate(RARE.items())
-        for place in ((0, 4) if "budget" not in name else (i % 2 * 4,))
+        f"{name}, from {place}": job(RARE[name], place, (GREEDY, SEEDED)[i // 2 % 2])
+        for i, name in enumerate(RARE)
+        for place in (places if "budget" not in name else (i % 2 * 4,))
+        if name in names
     }
 
 
 def crowded_jobs() -> dict[str, dict]:
     """As `jobs`, greedy only, for an engine with so few cache blocks that it preempts."""
-    some = [name for name in RARE if not name.startswith("budget ") or name[-1] in "38td"]
-    return {f"{name}, crowded": job(RARE[name], 1) for name in some}
+    return {f"{name}, crowded": job(RARE[name], 1) for name in SOME}
 
 
 def without_lists(jobs: dict[str, dict]) -> dict[str, dict]:

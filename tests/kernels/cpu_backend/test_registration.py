@@ -51,11 +51,16 @@ def seen(tmp_path, runner: str | None, before: str = "") -> str:
     ("runner", "before", "wanted"),
     [
         (None, "", f"True {OURS}"),
-        (None, "import os; os.environ.update(PATH='', CC='')", "False None"),
         ("0", "", "False None"),
-        ("1", "", f"True {OURS}"),
         ("1", "torch.cuda.is_available = lambda: True", "False None"),
         ("1", OTHER_BACKEND, "True triton_cpu"),
+        *(
+            pytest.param(runner, before, wanted, marks=pytest.mark.slow)
+            for runner, before, wanted in (
+                (None, "import os; os.environ.update(PATH='', CC='')", "False None"),
+                ("1", "", f"True {OURS}"),
+            )
+        ),
     ],
 )
 def test_vllm_finds_it_where_nothing_else_serves(tmp_path, runner, before, wanted):

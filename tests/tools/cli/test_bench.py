@@ -325,6 +325,7 @@ def test_a_cascade_is_compared_with_no_speculation(forks, text_family, tmp_path,
     check_bench(vllm_hsd, text_family, tmp_path)
 
 
+@pytest.mark.slow
 def test_prompts_with_a_prediction_and_a_grammar(forks, text_family, tmp_path, capsys):
     schema = {"enum": ["one of them, at length", "only this one, otherwise"]}
     # Whatever the answer begins with, a place follows it.

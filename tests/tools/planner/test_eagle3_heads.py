@@ -10,6 +10,7 @@ from support.damage import change_config, damaged_copy
 from support.eagle3_head import roll_out, states, write_eagle3_head
 from support.engines import started
 from support.level_files import cascade
+from support.marks import slow
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner.acceptance import measure_acceptance
@@ -82,7 +83,7 @@ def measured(models, text_family):
     return measure_acceptance(models, contexts, task)
 
 
-@pytest.mark.parametrize("verifier", ["block", "standard"])
+@pytest.mark.parametrize("verifier", ["block", *slow("standard")])
 def test_tokens_per_step_are_predicted(measured, models, text_family, verifier):
     """Of an engine: the head alone, and below a model whose drafts the target verifies."""
     levels = [{**each.keys(), "num_tokens": 5} for each in models.candidates]
