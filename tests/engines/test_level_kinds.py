@@ -18,7 +18,7 @@ from vllm_hsd.tools.cli.main import main
 PROMPTS = [[(3 * i + j * j) % 5 for j in range(4 + 6 * i)] for i in range(8)]
 GREEDY = {"prompts": PROMPTS, "params": {"temperature": 0, "max_tokens": 40, "ignore_eos": True}}
 COMPARED = {name: CASES[name] for name in ("temperature 0.7", "top_p")}
-FOUR = {name: CASES[name] for name in (*COMPARED, "penalties", "greedy")}
+SOME = {name: CASES[name] for name in (*COMPARED, "penalties", "greedy")}
 # Drafts shrink near the end of a request: long enough for the lowest of four levels to draft.
 MAX_TOKENS = 10
 
@@ -110,7 +110,7 @@ def cases_of(name: str, every: bool = False) -> dict:
         return LONG_CASES
     if name in MODELS and (every or name == "one drafter, block"):
         return CASES
-    return FOUR if name in MODELS else COMPARED
+    return SOME if name in MODELS else COMPARED
 
 
 @pytest.fixture(scope="module")
