@@ -266,8 +266,8 @@ def compile_schedule(
     own = longest - horizontal_tokens
     options = [*options[:-1], replace(options[-1], draft_length=own)]
     lengths = tuple(option.draft_length for option in options)
-    full = (ceil(own / (below + 1)) for below, own in pairwise(lengths))
-    rounds = (0, *(own.max_rounds or most for own, most in zip(options[1:], full, strict=True)))
+    full = (ceil(length / (below + 1)) for below, length in pairwise(lengths))
+    rounds = (0, *(each.max_rounds or n for each, n in zip(options[1:], full, strict=True)))
     forwards = 0 if lookup else lengths[0]
     for k in range(1, len(options)):
         forwards = rounds[k] * (forwards + 1)

@@ -178,7 +178,7 @@ class BaseSpeculator(StandaloneARSpeculator):
             self.hosted.append(hosted)
         # What vLLM takes for the draft model, never the target: it may be told to load into it, and
         # gathers encoder outputs in every step for one that takes them.
-        return torch.nn.ModuleList([k.model for k in self.hosted if k is not None and k.model])
+        return torch.nn.ModuleList([each.model for each in self.hosted if each and each.model])
 
     def set_attn(
         self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups

@@ -58,9 +58,8 @@ def serve(runner: Any) -> None:
     parameters = RequestParameters(sampler.sampling_states, couples_all)
     if isinstance(speculator, BaseSpeculator | HeadSources):
         speculator.req_states, speculator.parameters = runner.req_states, parameters
-        lookups: list[Any] = [lookup := speculator.lookup]
-        if isinstance(lookup, SourcesLookup):
-            lookups = [each for each, _ in lookup.lookups]
+        lookup = speculator.lookup
+        lookups = [k for k, _ in lookup.lookups] if isinstance(lookup, SourcesLookup) else [lookup]
         parameters.predictions = [each for each in lookups if isinstance(each, PredictionLookup)]
         suffixes = (each for each in lookups if isinstance(each, SuffixLookup))
         if shared := [each.shared for each in suffixes if each.shared is not None]:

@@ -15,6 +15,7 @@ import torch
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.host.branches import HostedBranches
+from vllm_hsd.kernels.blocks import aligned
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.drawn_rows import DrawnResult, verify_drawn_rows
 
@@ -54,11 +55,12 @@ class DrawnBranches(HostedBranches):
         # What it takes grows with the requests of a call: vLLM puts those that draft first.
         count, size = int(having.max(initial=-1)) + 1, self._most_together(logits)
         begin = int(self.step.batch.cu_num_logits_np[part.start])
-        inputs = self.step.inputs[begin : begin + len(logits)]
+        inputs = aligned(self.step.inputs[begin : begin + len(logits)])
+        counts = aligned(self.counts[part])
         for first in range(0, count, size):
             some = slice(first, min(first + size, count))
             ends = cu_num_logits[first : some.stop + 1]
-            own = self.counts[part][some], logits, inputs, ends, idx_mapping[some], draws
+            own = counts[some], logits, inputs, ends, idx_mapping[some], draws
             where, found = self._verify_together(*own, **options)
             for kept, new in zip(outcome, found, strict=True):
                 kept[some] = torch.where(where.view(-1, *[1] * (new.ndim - 1)), new, kept[some])
