@@ -2,17 +2,25 @@
 
 import pytest
 from support import triton_cpu
-from support.engines import GREEDY, PROMPTS, SEEDED_JOBS, ids, run_engine
+from support.engines import (
+    FIXED_SCHEDULE,
+    GREEDY,
+    PROMPTS,
+    PROPOSALS,
+    SEEDED_JOBS,
+    ids,
+    run_engine,
+)
 from support.tiny_models import greedy_text
 
 triton_cpu.prepare_vllm()
 triton_cpu.check_programs()
 
 
-@pytest.fixture(params=["recursion", "fixed schedule"])
+@pytest.fixture(params=PROPOSALS)
 def proposals(request) -> None:
     """How engines draft on a CPU, and how they do on GPUs."""
-    if request.param == "fixed schedule":
+    if request.param == FIXED_SCHEDULE:
         request.getfixturevalue("as_on_gpus")
 
 

@@ -12,7 +12,14 @@ from unittest import mock
 import pytest
 from support import recorded_heads
 from support.eagle3_head import Reference, write_eagle3_head
-from support.engines import AS_ON_GPUS, differing, run_engine, started
+from support.engines import (
+    AS_ON_GPUS,
+    FIXED_SCHEDULE,
+    PROPOSALS,
+    differing,
+    run_engine,
+    started,
+)
 from support.level_files import cascade
 from support.marks import slow, slow_but
 from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job
@@ -51,7 +58,6 @@ JOBS = {
         "params": [GREEDY if i % 2 else {**GREEDY, "temperature": 1, "seed": i} for i in range(6)],
     },
 }
-PROPOSALS = _, FIXED = "recursion", "fixed schedule"
 # Prompts in chunks, and few blocks.
 CROWDED = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
 
@@ -115,9 +121,9 @@ def served(engine: dict, jobs=JOBS, patch: str = RECORDED) -> tuple[dict, dict]:
     return run_engine(engine, jobs, patch=patch, work=recorded_heads.run)
 
 
-@pytest.fixture(scope="module", params=["recursion", "fixed schedule"])
+@pytest.fixture(scope="module", params=PROPOSALS)
 def speculated(request, configured) -> tuple[dict, dict]:
-    fixed = {AS_ON_GPUS: "1"} if request.param == "fixed schedule" else {}
+    fixed = {AS_ON_GPUS: "1"} if request.param == FIXED_SCHEDULE else {}
     with mock.patch.dict(os.environ, fixed):
         return served({**configured("model"), **CROWDED})
 
@@ -167,7 +173,9 @@ def test_drafts_equal_those_of_the_head_in_torch(shift, speculated, reference):
 
 @pytest.mark.parametrize(
     ("fault", "proposals"),
-    slow_but([("shift", FIXED)], product(("shift", "keep_own_states", "hurry"), PROPOSALS)),
+    slow_but(
+        [("shift", FIXED_SCHEDULE)], product(("shift", "keep_own_states", "hurry"), PROPOSALS)
+    ),
     indirect=["proposals"],
 )
 def test_heads_that_are_fed_something_else_are_caught(
@@ -247,7 +255,7 @@ SAMPLED = "model", "two models", "lookup", "horizontal", "a lookup or the head"
 
 @pytest.mark.parametrize(
     ("name", "proposals"),
-    slow_but([("model", FIXED)], product(SAMPLED, PROPOSALS)),
+    slow_but([("model", FIXED_SCHEDULE)], product(SAMPLED, PROPOSALS)),
     indirect=["proposals"],
 )
 def test_sampled_text_follows_the_target(name, proposals, sampled):
@@ -266,7 +274,7 @@ def test_sampled_text_follows_the_target_in_steps_of_any_source(fault, sampled):
 
 @pytest.mark.parametrize(
     ("fault", "proposals"),
-    slow_but([("level", FIXED)], product(("level", "target"), PROPOSALS)),
+    slow_but([("level", FIXED_SCHEDULE)], product(("level", "target"), PROPOSALS)),
     indirect=["proposals"],
 )
 def test_wrong_rows_of_a_head_s_drafts_are_caught(fault, proposals, sampled):

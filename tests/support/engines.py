@@ -44,6 +44,7 @@ ENGINE_DEFAULTS = {
 LOG_CHARACTERS, MAX_STEPS = 6000, 2000
 # Variable: proposals of which the host reads nothing, by fixed schedules, on a CPU too.
 AS_ON_GPUS = "HSD_AS_ON_GPUS"
+PROPOSALS = RECURSION, FIXED_SCHEDULE = "recursion", "fixed schedule"
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(3 + 9 * i)] for i in range(4)]
 GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
