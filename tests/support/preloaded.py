@@ -10,6 +10,7 @@ from support import triton_cpu
 # Before vLLM is imported.
 triton_cpu.prepare_vllm()
 
+from triton.runtime import cache  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 # With what vLLM imports while an engine starts.
@@ -23,15 +24,24 @@ MODULES = (
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
     "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.utils.jit_monitor",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu.model_runner",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu.model_states.default",
+    "vllm_hsd.host.cascade_sampler",
+    "vllm_hsd.host.cpu_warm_up",
+    "vllm_hsd.host.grammar_drafts",
     "vllm_hsd.host.host_speculator",
+    "vllm_hsd.host.program_models",
     "vllm_hsd.host.replacements",
     "vllm_hsd.host.spec_config",
+    "vllm_hsd.host.speculator",
     "vllm_hsd.host.stock_config",
+    "vllm_hsd.host.vllm_names",
 )
 
 for module in MODULES:
@@ -56,6 +66,9 @@ with contextlib.suppress(ImportError):
     from vllm.logger import configure_logging_if_needed
 
     configure_logging_if_needed(LoggingConfig())
+
+# The hash of all of Triton, which it keeps: half a second.
+cache.triton_key()
 
 # vLLM collects garbage nine times at start-up; most of that time would go to imported modules.
 gc.freeze()
