@@ -56,7 +56,7 @@ test-033: venv
 # What CUDA users have: torch 2.13 (vLLM 0.32) requires Triton 3.7.1, torch 2.14 (0.33) 3.8.
 TRITONS := 3.7.1 3.8.0
 
-.overlay-triton-%: venv
+.overlay-triton-%: | .venv/.installed
 	$(BIN)/pip install --quiet --no-deps --target $@ triton==$*
 
 test-slow: venv $(TRITONS:%=.overlay-triton-%)
@@ -76,7 +76,7 @@ lint: venv
 
 # The site, in site/; the build needs no network once the extra is installed.
 docs: venv
-	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/python -c "import mkdocs" 2>/dev/null || $(BIN)/pip install --quiet --editable '.[docs]'
 	$(BIN)/python -m tools.key_reference
 	$(BIN)/mkdocs build --strict
 
@@ -175,5 +175,6 @@ gpu-proof:
 gpu-pack: venv
 	$(BIN)/python -m benchmarks.gpu.pack results/vllm-gpu.tar.xz
 
+# Not the models and measurements in results/, which take hours.
 clean:
-	rm -rf .venv .overlay-* results site
+	rm -rf .venv .overlay-* site

@@ -285,7 +285,7 @@ def inverse_cdf_index(mass, index, goal):
     cumulative = tl.cumsum(mass, axis=0)
     none: tl.constexpr = 2147483647
     first = tl.min(tl.where((cumulative > goal) & (mass > 0), index, none), axis=0)
-    # Rounding can put the goal at the very end: then the last lane that has mass.
-    last = tl.max(tl.where(mass > 0, index, 0), axis=0)
-    chosen = tl.where(first == none, last, first)
+    # Rounding can put the goal at the very end: then the heaviest lane, which it matters least to.
+    heaviest = tl.min(tl.where((mass == tl.max(mass, axis=0)) & (mass > 0), index, none), axis=0)
+    chosen = tl.where(first == none, tl.where(heaviest == none, 0, heaviest), first)
     return chosen, tl.sum(tl.where(index < chosen, mass, 0.0), axis=0)

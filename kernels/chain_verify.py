@@ -76,9 +76,9 @@ def verify_chain_padded(
 
     A request whose own row, the first one, is invalid emits the token that vLLM emits without
     speculation. At temperature 0 that is the argmax of any row, with NaN as the maximum: the
-    first NaN, else the first maximum, and token 0 if all are -inf. Above it vLLM takes the argmax
-    of softmax(row / temperature) / exponential; softmax makes an invalid row NaN everywhere, so
-    it is token 0 and nothing is accepted.
+    first NaN, else the first maximum, and token 0 if all are -inf. Above it, it is token 0, and
+    nothing is accepted: softmax makes an invalid row NaN everywhere. vLLM's V2 runner differs in
+    one such row: it takes a +inf.
 
     Args:
         target_logits: [num_logits, V] bfloat16, float16 or float32, num_logits = sum(n_i + 1); row

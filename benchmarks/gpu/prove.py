@@ -290,7 +290,7 @@ def main() -> int:
     ):
         if found:
             print(f"{label}: {', '.join(found)}.")
-    return 1 if failed else 2 if left else 0
+    return 1 if failed else 2 if left or unable else 0
 
 
 if __name__ == "__main__":

@@ -136,8 +136,9 @@ def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
     spent, emitted = spent_and_emitted(group)
     calls = sum(step["batch"] for recording in group for step in recording["steps"])
     mean = spent.sum() / emitted.sum()
-    # Standard error of a ratio of sums over repeats.
-    error = np.sqrt(((spent - mean * emitted) ** 2).sum()) / emitted.sum()
+    # Standard error of a ratio of sums over repeats; of one there is none.
+    freed = len(group) / (len(group) - 1) if len(group) > 1 else np.nan
+    error = np.sqrt(freed * ((spent - mean * emitted) ** 2).sum()) / emitted.sum()
     return batch * mean, batch * error, emitted.sum() / calls
 
 

@@ -83,3 +83,16 @@ def test_levels_that_are_left_out_compile_nothing(family, name):
 
 def test_without_the_warm_up_they_do(family):
     assert len(compiled(family, "suffix", "support.warm_ups:without")["greedy, together"]) > 5
+
+
+def test_a_step_with_room_for_one_draft_and_its_root_alone(family):
+    """Prompts of vLLM's warm-up are a token longer."""
+    config = cascade([{"ngram": {"max": 3}}], 15)
+    engine = {**ENGINE, "model": family.target, "max_num_batched_tokens": 16}
+    del engine["jit_monitor_mode"]
+    job = {"prompts": PROMPTS, "params": {**TOKENS, "temperature": 0}}
+    plain = run_engine({**engine, "enforce_eager": True}, {"": job})
+    assert (
+        run_engine({**engine, "speculative_config": config}, {"": job})[""]["outputs"]
+        == (plain[""]["outputs"])
+    )

@@ -4,22 +4,25 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from vllm_hsd.config import defaults
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.config.level_checks import check_serving
 from vllm_hsd.errors import UserError
+from vllm_hsd.host.spec_config import CascadeSpeculativeConfig
 
 NGRAM, MODEL = {"ngram": {"max": 3}}, {"model": "some/model"}
 HEAD_ALONE = {"eagle3": "some/head"}
 HEAD = {**HEAD_ALONE, "num_tokens": 2}
 LOOKUPS = {"sources": [NGRAM, {"suffix": {}}]}
-TARGET = SimpleNamespace(uses_mrope=False)
+TARGET = SimpleNamespace(uses_mrope=False, is_encoder_decoder=False)
 
 
 def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
     arguments = SimpleNamespace(
         enable_lora=keys.pop("enable_lora", False),
+        enable_return_routed_experts=keys.pop("enable_return_routed_experts", False),
         kv_transfer_config=connector,
         kv_offloading_size=None,
         max_num_batched_tokens=keys.pop("max_num_batched_tokens", None),
@@ -98,9 +101,13 @@ def test_branches_of_lookups_alone():
 
 def test_no_branches_where_they_do_not_fit():
     assert with_defaults(LOOKUPS, connector=object()).branches == 1
-    assert with_defaults(LOOKUPS, target=SimpleNamespace(uses_mrope=True)).branches == 1
-    # Three drafts of five tokens with their root.
+    for key in vars(TARGET):
+        other = SimpleNamespace(**{**vars(TARGET), key: True})
+        assert with_defaults(LOOKUPS, target=other).branches == 1
+    assert with_defaults(LOOKUPS, enable_return_routed_experts=True).branches == 1
+    # Three drafts of five tokens with their root, and one more of vLLM's warm-up.
     assert with_defaults(LOOKUPS, max_num_batched_tokens=19).branches == 3
+    assert with_defaults(LOOKUPS, max_num_batched_tokens=18).branches == 2
     assert with_defaults(LOOKUPS, max_num_batched_tokens=11).branches == 1
     # Attention has room for so many rows.
     assert with_defaults(LOOKUPS, max_num_seqs=2).branches == 2
@@ -109,6 +116,37 @@ def test_no_branches_where_they_do_not_fit():
     assert with_defaults(LOOKUPS, enable_lora=True).branches == 1
     sizes = {"max_num_seqs": 10, "max_num_batched_tokens": 190}
     assert with_defaults(LOOKUPS, enable_lora=True, **sizes).branches == 3
+
+
+def test_branches_that_engines_cannot_host_are_refused():
+    def mistakes(**given) -> list[str]:
+        own = {**parts, **given}
+        return list(CascadeSpeculativeConfig.branch_mistakes(asked, SimpleNamespace(**own)))
+
+    asked = SimpleNamespace(
+        hsd=SimpleNamespace(branches=4), num_speculative_tokens=23, max_num_new_slots_for_drafting=0
+    )
+    one = {f"{kind}_parallel_size": 1 for kind in ("pipeline", "decode_context", "prefill_context")}
+    parts = {
+        "parallel_config": SimpleNamespace(**one),
+        "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
+        "model_config": TARGET,
+        "aux_output_config": SimpleNamespace(enabled=False),
+        "compilation_config": SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
+        "scheduler_config": SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=25),
+    }
+    assert not mistakes()
+    for part, key, said in (
+        ("model_config", "is_encoder_decoder", "does not run with an encoder: remove branches."),
+        ("aux_output_config", "enabled", "does not run with enable_return_routed_experts: remove"),
+        ("cache_config", "kv_sharing_fast_prefill", "does not run with kv_sharing_fast_prefill"),
+    ):
+        (mistake,) = mistakes(**{part: SimpleNamespace(**{key: True})})
+        assert said in mistake
+    (mistake,) = mistakes(
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=24)
+    )
+    assert "make 24 tokens of a request, not below max_num_batched_tokens=24" in mistake
 
 
 def test_nothing_where_the_host_reads_no_draft(as_on_gpus):

@@ -13,6 +13,7 @@ from support.programs import PROMPT, Engine, reference_steps
 from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.host_speculator import HostSpeculator
 from vllm_hsd.host.level_caches import LevelCaches
@@ -180,3 +181,19 @@ def test_nothing_is_drafted_for_a_request_whose_draft_has_ended(lookup):
     assert len(drafts[0]) < len(drafts[1]) == 9
     ends = [engine.schedule.window + len(draft) for draft in drafts]
     assert engine.state.end.tolist() == ends
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_placeholders_that_a_target_has_no_embedding_for_are_not_drafted(pictures):
+    """Text holds them where it holds pictures."""
+    model_config = SimpleNamespace(is_multimodal_model=pictures)
+    speculator = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model_config),
+        draft_tokens=torch.zeros(2, 3, dtype=torch.int64),
+        branches=None,
+        vocab_size=8,
+    )
+    found = torch.tensor([[7, 8 * pictures, 1], [1, -1, 400 * pictures]])
+    state = SimpleNamespace(draft_tokens=found, longest=3)
+    handed = BaseSpeculator._hand_over(speculator, state, np.arange(2))
+    assert handed.tolist() == [[7, 0, 1], [1, -1, 0]]

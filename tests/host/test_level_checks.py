@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.cascades import head, target_of
 from support.damage import change_config, damaged_copy
 from support.engines import configuration_errors
@@ -40,6 +41,10 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
         return with_config(source, scratch / kind, **keys)
 
     gemma, mtp, eagle3 = of_kind("gemma", family.target), target_of("mtp", family), head(family)
+    whisper = str(scratch / "whisper")
+    named = {"architectures": ["WhisperForConditionalGeneration"], "bos_token_id": 1}
+    ends = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    transformers.WhisperConfig(vocab_size=64, **named, **ends).save_pretrained(whisper)
     parallel = with_config(eagle3, scratch / "parallel", ptd_token_id=3)
     another = with_config(eagle3, scratch / "another", vocab_size=60)
     store, short, cut = (str(scratch / name) for name in ("store", "short", "cut"))
@@ -70,6 +75,7 @@ def engine_faults(family, text_family, small_vocabulary, tmp_path_factory):
             ".*5 tokens.*64, and there are not two tokenizers.*vocab_size 64",
         ),
         ({"model": of_kind("mamba", family.small)}, ".*recurrent"),
+        ({"model": whisper}, ".* has an encoder"),
         ({"model": eagle3}, " '.*' is a drafter of method 'eagle3' to vLLM: give it as such"),
         ({"mtp": {}}, ": '.*' has nothing that vLLM runs as method 'mtp'"),
         ({"early_exit": 9}, " is 9.*2 layers: lower it"),

@@ -47,8 +47,8 @@ UNSAMPLABLE: dict[str, dict] = {
 OFFLINE_UNSAMPLABLE: dict[str, dict] = {
     "every logit biased to -inf": {"logit_bias": dict.fromkeys(range(VOCABULARY), -inf)},
 }
-# vLLM's answer to a row with NaN or +inf depends on the platform at temperature 1: softmax and
-# token 0 on a GPU, a sampler that passes over NaN on a CPU. test_chain_kernels compares ours.
+# vLLM's answer to a row with NaN at temperature 1 depends on the order of a reduction, and it takes
+# a +inf, where ours is token 0. test_chain_kernels has ours.
 OFFLINE_NOT_FINITE: dict[str, dict] = {
     "logit_bias nan": {"logit_bias": {A: nan}},
     "logit_bias inf": {"logit_bias": {A: inf}},

@@ -66,12 +66,7 @@ class DraftBudget:
         acceptance: a drafter for each pair of a level and its verifier.
     """
 
-    def __init__(
-        self,
-        levels: Sequence[DraftingLevel],
-        num_slots: int,
-        rows: int = 1,
-    ) -> None:
+    def __init__(self, levels: Sequence[DraftingLevel], num_slots: int, rows: int = 1) -> None:
         self.levels, self.target = list(levels), len(levels)
         path = range(max(k for k, level in enumerate(levels) if not level.verifies), self.target)
         self.everything = StepLevels(tuple(path), tuple(levels[k].passed_on for k in path))

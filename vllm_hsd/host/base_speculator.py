@@ -267,6 +267,9 @@ class BaseSpeculator(StandaloneARSpeculator):
             self.branches.flat_drafts(slots, self.schedule.window, drafts)
         else:
             drafts[:, : state.longest] = state.draft_tokens[: len(slots)]
+        if self.vllm_config.model_config.is_multimodal_model:
+            # Text may hold placeholders that the target has no embedding for.
+            drafts.masked_fill_(drafts >= self.vocab_size, 0)
         return drafts
 
     def _forget(self, slots: torch.Tensor) -> None:

@@ -36,12 +36,13 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
 
     if hosted := isinstance(self.speculator, HostSpeculator):
         self.speculator.time_levels()
-    if not config.kernel_config.enable_jit_warmup:
-        return
+    wanted, scheduler = config.kernel_config.enable_jit_warmup, self.scheduler_config
     # Else vLLM 0.33 does it once more, and levels learn from made-up requests.
     config.kernel_config.enable_jit_warmup = False
-    began, scheduler = time.perf_counter(), self.scheduler_config
-    largest = scheduler.max_num_seqs
+    # Its prompts are a token longer than a draft with its root.
+    if not wanted or self.decode_query_len >= scheduler.max_num_batched_tokens:
+        return
+    began, largest = time.perf_counter(), scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)
     try:
         with self.speculator.warming_up() if hosted else nullcontext():

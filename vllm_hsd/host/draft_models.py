@@ -104,10 +104,10 @@ def draft_config(
             f"{named} is a drafter of method '{known_as}' to vLLM: give it as such a level, or a "
             "plain model a path without that word."
         )
-    if model_config.is_hybrid or model_config.is_attention_free:
+    if model_config.is_hybrid or model_config.is_attention_free or model_config.is_encoder_decoder:
         raise UserError(
-            f"{named} keeps recurrent state and cannot take back rejected "
-            "tokens: use an attention-only drafter."
+            f"{named} has an encoder, or keeps recurrent state and cannot take back rejected "
+            "tokens: use an attention-only decoder."
         )
     _check_vocabulary(named, model_config, target.model_config, method != "draft_model")
     if hasattr(model_config.hf_config, "ptd_token_id"):

@@ -139,10 +139,7 @@ class ProposalGraphs(CudaGraphManager):
         # The largest first: the others find their memory in its pool.
         self._capture_descs = {CUDAGraphMode.FULL: list(self.descriptors.values())[::-1]}
 
-    def capture_all(
-        self,
-        prepare: Callable[[int, Proposal], Callable[[], None]],
-    ) -> None:
+    def capture_all(self, prepare: Callable[[int, Proposal], Callable[[], None]]) -> None:
         """Capture a graph for every batch size and program.
 
         Args:

@@ -22,6 +22,7 @@ from vllm_hsd.cascade.level import LookupResult, StepLevels
 from vllm_hsd.cascade.program import Program, ProgramSources
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
+from vllm_hsd.cascade.vocabulary import readable
 from vllm_hsd.host.level_caches import LevelCaches
 
 
@@ -428,9 +429,8 @@ class HostProgram(Program):
         rows, lse = state.rows[1], state.lse[1]
         assert rows is not None
         for b in np.flatnonzero(looked_up).tolist():
-            first, count, end = (
-                int(each[b]) for each in (state.origin, state.drafted[0], state.end)
-            )
-            own, token_ids = slice(first, first + count), state.window[b, end - count : end]
-            rows[b, own].fill_(-torch.inf).scatter_(1, token_ids.long()[:, None], 0.0)
+            first, count, end = (int(x[b]) for x in (state.origin, state.drafted[0], state.end))
+            token_ids = readable(state.window[b, end - count : end].long(), rows.shape[-1])
+            own = slice(first, first + count)
+            rows[b, own].fill_(-torch.inf).scatter_(1, token_ids[:, None], 0.0)
             lse[b, own] = 0.0

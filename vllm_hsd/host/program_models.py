@@ -154,8 +154,7 @@ class ProgramModel:
     ) -> Any:
         """Hidden states of a forward pass without a CUDA graph of its own; `more` is for `run`."""
         count = input_ids.shape[0]
-        if self.vocab_size < self.speculator.vocab_size:
-            input_ids = readable(input_ids, self.vocab_size)
+        input_ids = readable(input_ids, self.vocab_size)
         if self.max_model_len is not None:
             # It is fed whole prompts, and has no rotary embedding of later places.
             positions = positions.clamp(max=self.max_model_len - 1)

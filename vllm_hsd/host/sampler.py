@@ -225,10 +225,7 @@ class BlockRejectionSampler(RejectionSampler):
         """Arguments of the verifier that say where the drafts of the batch are."""
         temperature = self.parameters.temperature
         kept = self.kept if draft_logits is not None else None
-        return {
-            "draft_temperature": temperature,
-            "draft_lse": None if kept is None else kept.lse,
-        }
+        return {"draft_temperature": temperature, "draft_lse": None if kept is None else kept.lse}
 
     def verdict(
         self,

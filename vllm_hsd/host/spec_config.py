@@ -209,14 +209,14 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
 
     def branch_mistakes(self, vllm_config: Any) -> Iterator[str]:
         """Why no runner can host the branches: a sentence for each reason."""
-        parallel = vllm_config.parallel_config
+        parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         refused = {
             "pipeline parallelism: remove branches": parallel.pipeline_parallel_size > 1,
             "context parallelism: remove branches": parallel.decode_context_parallel_size > 1
             or parallel.prefill_context_parallel_size > 1,
-            "kv_sharing_fast_prefill: remove one of them": (
-                vllm_config.cache_config.kv_sharing_fast_prefill
-            ),
+            "kv_sharing_fast_prefill: remove one of them": cache.kv_sharing_fast_prefill,
+            "an encoder: remove branches": vllm_config.model_config.is_encoder_decoder,
+            "enable_return_routed_experts: remove it": vllm_config.aux_output_config.enabled,
             "full CUDA graphs of prompts: set cudagraph_mode to FULL_AND_PIECEWISE": (
                 vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
             ),
@@ -233,11 +233,11 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         # vLLM sets slots for drafting aside.
         tokens = self.num_speculative_tokens + 1 + self.max_num_new_slots_for_drafting
         budget = vllm_config.scheduler_config.max_num_batched_tokens
-        if tokens > budget:
-            # vLLM would wait for ever to schedule a request that it has padded to so many.
+        if tokens >= budget:
+            # vLLM would wait for ever to schedule a request that it has padded to more.
             yield (
                 f"levels[0].branches and num_speculative_tokens make {tokens} tokens of a request, "
-                f"above max_num_batched_tokens={budget}: raise it or lower one of them."
+                f"not below max_num_batched_tokens={budget}: raise it or lower one of them."
             )
 
     def _private_blocks(self, vllm_config: Any) -> PrivateBlocks:

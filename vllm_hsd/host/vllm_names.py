@@ -116,10 +116,7 @@ REGISTRY.overrides(
             "loads every level",
             ("self", "target_model", "target_attn_layer_names"),
         ),
-        f"{_STANDALONE}.propose": (
-            "runs the cascade",
-            _PROPOSE,
-        ),
+        f"{_STANDALONE}.propose": ("runs the cascade", _PROPOSE),
         f"{_HEAD}.propose": ("puts a lookup's offer in the place of a head's draft", _PROPOSE),
         "vllm.v1.spec_decode.metrics.SpecDecodingStats.observe_draft": (
             "tokens of branches have no places of their own",

@@ -229,7 +229,7 @@ class SamplingKeys(LevelConfig):
     """
 
     stopping: Stopping = "fixed"
-    temperature_scale: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    temperature_scale: Annotated[float, Field(ge=0.1, le=100, allow_inf_nan=False)] = 1.0
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
         from vllm_hsd.cascade.level import LevelOptions

@@ -20,6 +20,8 @@ from vllm_hsd.errors import UserError
 
 # Seconds that a process has to end by itself.
 GRACE_PERIOD = 20
+# Directory next to a command's results; its next run removes what is in there.
+LOGS = "engine-logs"
 # Characters of vLLM's own words in an error message.
 QUOTED = 200
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_hsd.tools.audit.quantiles import token_ranges
-from vllm_hsd.tools.audit.statistics import adjusted, arrange, checks_of, improbable
+from vllm_hsd.tools.audit.statistics import adjusted, alike, arrange, checks_of, improbable
 
 ANSWER = 64
 
@@ -90,6 +90,23 @@ def test_what_a_step_tells_about_the_next_one_is_found():
                 own[:, start] = (own[:, start] + (length == 2)) / 2
     found = checks_of("", arrange(quantiles, lengths))
     assert min(t.p_value for t in found if t.hypothesis == "independent of the step before") < 1e-8
+
+
+def test_answers_are_alike_though_their_tokens_tell_how_many_places_a_draft_reaches():
+    """A lookup that finds little, whose drafts go on while its tokens are accepted."""
+    rng, number = np.random.default_rng(8), 2048
+    drawn, going = rng.random((ANSWER, number)), np.zeros(number, bool)
+    reached = []
+    for own in drawn:
+        going |= rng.random(number) < 0.05
+        reached.append(going)
+        going = going & (own < 0.5)
+    answer, place = np.array(reached).T.nonzero()
+    quantiles = drawn.T[answer, place]
+    (sound,) = alike("", "lookup", quantiles, answer)
+    odd = np.where(answer % 8, quantiles, quantiles**4)
+    (broken,) = alike("", "lookup", odd, answer)
+    assert sound.p_value > 0.01 and broken.p_value < 1e-9
 
 
 def test_a_few_tokens_that_cannot_be_are_found_and_chance_is_not():

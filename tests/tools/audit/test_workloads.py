@@ -1,11 +1,19 @@
 """The workloads of `vllm-hsd verify` on tiny models."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from support.adapters import write_adapter
 from support.marks import slow
 
+from vllm_hsd.errors import UserError
+from vllm_hsd.tools.audit import workloads
+from vllm_hsd.tools.audit.sampled import Setting
+from vllm_hsd.tools.audit.workloads import Facts
+from vllm_hsd.tools.cli import verify_runs
 from vllm_hsd.tools.cli.verify import WORKLOADS
 from vllm_hsd.tools.cli.verify_workloads import NAMES, shares
 
@@ -45,6 +53,44 @@ def test_a_directory_without_an_adapter_is_refused(under, tmp_path, capsys):
     with pytest.raises(FileNotFoundError):  # of verify.json
         under(["adapters"], "--adapters", str(tmp_path))
     assert "is no LoRA adapter" in capsys.readouterr().err
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_every_prompt_meets_every_kind_of_request(monkeypatch):
+    asked: Counter[tuple] = Counter()
+
+    def generate(engine, texts, *_, **__):
+        kinds = [(each["temperature"], each["seed"] is None) for each in texts.params]
+        asked.update(zip((prompt[0] for prompt in texts.prompts), kinds, strict=True))
+        raise Interrupted
+
+    monkeypatch.setattr(workloads.sampled, "generate", generate)
+    engine, prompts = SimpleNamespace(call=lambda *_: {}), [[i] * 40 for i in range(8)]
+    settings, kinds = [Setting(0.7), Setting(1.0)], (True, True)
+    with pytest.raises(Interrupted):
+        workloads.run(
+            "chunks", engine, Facts(), prompts, settings, 1 << 16, kinds, True, lambda *_: None
+        )
+    kinds = {(0.0, True), (0.7, True), (0.7, False), (1.0, True), (1.0, False)}
+    assert asked.keys() == {(i, kind) for i in range(8) for kind in kinds}
+
+
+def test_an_older_verdict_does_not_stay_where_a_run_ends_in_an_error(
+    verify, text_family, tmp_path, monkeypatch
+):
+    def engines(verification):
+        raised = mock.MagicMock(**{"__enter__.side_effect": UserError("the engine ended")})
+        parts = {"speculating": raised, "metadata": {"dtype": "float32"}, "prompts": [[1]]}
+        parts["drafters"] = mock.Mock(recorded=False)
+        return SimpleNamespace(comparison=verification.comparison, **parts)
+
+    monkeypatch.setattr(verify_runs, "_engines", engines)
+    (tmp_path / "verify.json").write_text('{"lossless": true}')
+    with pytest.raises(FileNotFoundError):
+        verify(text_family.target, {"method": "ngram", "num_speculative_tokens": 2})
 
 
 # The other ones are in the fast form of the self-test.

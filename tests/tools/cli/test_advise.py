@@ -95,9 +95,9 @@ def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "free", "options"),
     [
-        ("bfloat16", 95, ""),
+        ("bfloat16", 95, " --dtype bfloat16"),
         ("float32", 95, " --dtype float32"),
-        ("bfloat16", 40, " --gpu-memory-utilization 0.35"),
+        ("bfloat16", 40, " --dtype bfloat16 --gpu-memory-utilization 0.35"),
     ],
 )
 def test_the_command(dtype, free, options, text_family, capsys, monkeypatch):

@@ -43,6 +43,15 @@ def three_rounds(tmp_path, configs=(None, NGRAM, CASCADE), **changes):
     return make_comparison(tmp_path, configs, "ab", **sizes)
 
 
+def test_of_what_an_output_directory_holds_only_our_own_is_removed(tmp_path):
+    theirs, ours = tmp_path / "logs" / "server.log", tmp_path / "engine-logs" / "0.log"
+    for path in (theirs, ours):
+        path.parent.mkdir()
+        path.touch()
+    bench.prepare_output(tmp_path)
+    assert theirs.exists() and not ours.exists()
+
+
 class FakeEngines(AbstractContextManager):
     """Engines that answer at once."""
 

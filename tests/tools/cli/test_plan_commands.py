@@ -87,7 +87,10 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(tmp_path, capsys
         ([*A, "--engine-args", "{"], "--engine-args is not JSON"),
         ([*A, "--engine-args", '{"speculative_config": {}}'], "must not hold speculative_config"),
         ([*A, "-o", "x/p.json"], "no directory 'x'"),
-        ([*A, "-o", "p.safetensors"], "names the JSON file"),
+        ([*A, "-o", "p.safetensors"], "--output must end in .json"),
+        ([*A, "-o", "p.1"], "--output must end in .json"),
+        ([*A, "-o", "given.json"], "write over 'given.safetensors'"),
+        ([*A, "-o", "folder.json"], "'folder.json' is a directory"),
         (["--suffix", "s.safetensors", "-o", "s.json"], "write over 's.safe"),
         (["--models", *"ABCDEFGHIJKLMN"], "14 models, exits and heads are too"),
         ([*A, "--prompts", "lines.jsonl"], "line 1 of"),
@@ -97,6 +100,8 @@ def test_profiles_that_cannot_be_measured(tmp_path, capsys, monkeypatch, argumen
     monkeypatch.chdir(tmp_path)
 
     (tmp_path / "lines.jsonl").write_text('{"prompt": ""}\n')
+    (tmp_path / "given.safetensors").touch()
+    (tmp_path / "folder.json").mkdir()
     assert message in refused(capsys, "profile", "--target", "T", *arguments)
     assert not list(tmp_path.glob("*.partial"))
 

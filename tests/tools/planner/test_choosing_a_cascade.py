@@ -136,6 +136,7 @@ def served(output):
 
 
 def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, tmp_path, capsys):
+    profile.latencies.dtype = "float32"
     profile.save(tmp_path / "profile.json")
     output = tmp_path / "cascade.json"
     assert run("plan", tmp_path / "profile.json", "-o", output) == 0
@@ -151,7 +152,8 @@ def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, t
     planned = written["planned_for"]["ms_per_token"]
     assert planned == pytest.approx(choice.best.ms_per_token, abs=1e-3)
     *command, config = served(shown)
-    assert command == [*serve_command("models/target"), "--speculative-config"]
+    timed = "--dtype", "float32"
+    assert command == [*serve_command("models/target"), *timed, "--speculative-config"]
     config = json.loads(config)
     assert config.pop("method") == "hsd" and CascadeConfig.parse(config) == parsed
 

@@ -112,8 +112,8 @@ class Texts:
         return sum(map(len, self.token_ids))
 
     def only(self, chosen: Sequence[int]) -> Texts:
-        """Some of the answers; the drafts are counted for all."""
-        found = replace(self)
+        """Some of the answers; how many drafts they had is not known."""
+        found = replace(self, drafts=0)
         for name in ("prompts", "settings", "params", "token_ids", "step_lengths", "finishes"):
             if own := getattr(self, name):
                 setattr(found, name, [own[i] for i in chosen])

@@ -19,6 +19,7 @@ from vllm_hsd.tools.audit.statistics import Check, rare_event_check
 from vllm_hsd.tools.audit.workloads import Found, facts_of
 from vllm_hsd.tools.audit.workloads import run as serve
 from vllm_hsd.tools.engine import EngineProcess
+from vllm_hsd.tools.worker_process import LOGS
 
 SOUND = "sound sampler"
 DRAFT_LENGTH = 8
@@ -84,7 +85,7 @@ def run(
             "structured_outputs_config": {"backend": "xgrammar"},
             "reasoning_config": {"reasoning_start_str": "^", "reasoning_end_str": "~"},
         }
-        log = directory / "logs" / f"{name.replace(' ', '_')}.log"
+        log = directory / LOGS / f"{name.replace(' ', '_')}.log"
         return EngineProcess(arguments, f"'{name}'", log=log, **(process_options or {}))
 
     cascade = {

@@ -222,15 +222,24 @@ def _independent(
 
 
 def alike(setting: str, order: str, quantiles: np.ndarray, answer: np.ndarray) -> list[Check]:
-    """Whether the answers' mean quantiles scatter by no more than chance, a few odd ones too."""
+    """Whether the answers' mean quantiles scatter by no more than chance, a few odd ones too.
+
+    How many an answer has depends on its tokens, so equally many are taken: missing ones are drawn.
+    """
     sizes = np.bincount(answer)
-    enough = sizes >= _FEWEST_IN_ANSWER
-    number = int(enough.sum())
+    number = len(sizes)
     if number < 2:
         return []
-    means = np.bincount(answer, quantiles - 0.5)[enough]
-    statistic, count = float((12 * means**2 / sizes[enough]).sum()), int(sizes[enough].sum())
-    shift = float(np.sqrt(max(statistic - number, 0) / 12 / count))
+    length = max(_FEWEST_IN_ANSWER, round(sizes.mean()))
+    place = np.arange(len(answer)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    taken, own = place < length, np.minimum(sizes, length)
+    sums = np.bincount(answer[taken], quantiles[taken] - 0.5, number)
+    drawn = np.repeat(np.arange(number), length - own)
+    # A stream of its own: the quantiles were drawn from others.
+    rng = np.random.default_rng([number, *b"alike"])
+    sums += np.bincount(drawn, rng.random(len(drawn)) - 0.5, number)
+    statistic, count = float((12 * sums**2 / length).sum()), int((own**2).sum() / length)
+    shift = float(np.sqrt(max(statistic - number, 0) / 12 / max(count, 1)))
     figures = count, float(stats.chi2.sf(statistic, number)), shift
     return [Check(setting, "alike in all answers", order, "all", *figures, "answers", number)]
 

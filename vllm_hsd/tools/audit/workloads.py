@@ -320,9 +320,9 @@ def run(
     count = max(num_tokens // (workload.answer * workload.turns), len(parameters))
     texts = Texts([name])
     for i in range(count):
-        # Every kind of request meets every set of parameters.
-        own = parameters[i % len(parameters)]
-        prompt, special = workload.request(i // len(parameters), facts, prompts[i % len(prompts)])
+        # Every kind of request and every prompt meets every set of parameters.
+        number, own = i // len(parameters), parameters[i % len(parameters)]
+        prompt, special = workload.request(number, facts, prompts[(i + number) % len(prompts)])
         base = {"max_tokens": workload.answer, "ignore_eos": True, **own, **special}
         if base.get("seed") is not None:
             base["seed"] += i

@@ -18,7 +18,7 @@ from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.host.engine_hooks import STOCK_METHODS
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.doctor import configuration_findings
-from vllm_hsd.tools.dtype import EXACT, choose_dtype
+from vllm_hsd.tools.dtype import choose_dtype
 from vllm_hsd.tools.known_faults import Combination, met_by
 
 LENGTH = 8
@@ -219,10 +219,9 @@ def run(arguments: argparse.Namespace) -> int:
     why = [found.why]
     if found.config and situation.device == "cpu":
         choice = choose_dtype(model)
-        if choice.dtype == EXACT:
-            # vLLM would take bfloat16.
-            serve += f" --dtype {EXACT}"
-            why.append(f"{EXACT}: {choice.reason}.")
+        # vLLM would go by the checkpoint.
+        serve += f" --dtype {choice.dtype}"
+        why.append(f"{choice.dtype}: {choice.reason}.")
     if situation.device == "cpu":
         free, default = _shares_of_memory()
         if free < default:

@@ -18,7 +18,7 @@ from vllm_hsd.tools.cli.options import add_engine_options, integers, json_object
 from vllm_hsd.tools.dtype import choose_dtype
 from vllm_hsd.tools.engine import configuration_error
 from vllm_hsd.tools.planner.prompts import encode, read_requests
-from vllm_hsd.tools.worker_process import WorkerProcess
+from vllm_hsd.tools.worker_process import LOGS, WorkerProcess
 
 DEFAULT_PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -126,6 +126,8 @@ def run(comparison: Comparison) -> int:
         speculation (in 16 bits: elsewhere than at near ties of the target), else 0.
     """
     comparison, setup = prepare(comparison)
+    for older in bench_files.paths(comparison.output):
+        older.unlink(missing_ok=True)
     results = Results(comparison, metadata=describe(comparison, setup))
     print("\n".join(bench_report.heading(results.metadata)), flush=True)
     chats = any(isinstance(prompt, list) for prompt in comparison.prompts)
@@ -140,7 +142,7 @@ def run(comparison: Comparison) -> int:
 
 def prepare_output(output: Path) -> None:
     """Make the directory of the results; logs of earlier runs are removed."""
-    directory = output / "logs"
+    directory = output / LOGS
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for log in directory.glob("*.log"):
@@ -177,7 +179,7 @@ def inspect(comparison: Comparison) -> Setup:
         UserError: vLLM refuses the model or a configuration.
     """
     progress("checking the configurations")
-    with WorkerProcess("vLLM", log=comparison.output / "logs" / "check.log") as worker:
+    with WorkerProcess("vLLM", log=comparison.output / LOGS / "check.log") as worker:
         setup: Setup = worker.call(_inspect, comparison)
     for index, error in enumerate(setup.errors):
         if error is not None:

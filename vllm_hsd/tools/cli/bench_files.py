@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from pathlib import Path
 from string import Template
 
 from vllm_hsd.checked_files import write_json, written_whole
@@ -107,11 +108,16 @@ def _cells(row: Row, most: float) -> Iterator[str]:
     yield from (f"<td>{escape(each)}</td>" for each in bench_drafts.cells(row)[1:])
 
 
+def paths(output: Path) -> list[Path]:
+    """bench.json, bench.csv and bench.html."""
+    return [output / f"bench.{kind}" for kind in ("json", "csv", "html")]
+
+
 def write(results: Results, rows: Sequence[Row]) -> str:
     """Write bench.json, bench.csv and bench.html; returns the line that says so."""
-    paths = [results.comparison.output / f"bench.{kind}" for kind in ("json", "csv", "html")]
-    write_json(paths[0], {**results.metadata, "rows": list(rows)})
-    with written_whole(paths[1]) as unfinished, unfinished.open("w", newline="") as file:
+    files = paths(results.comparison.output)
+    write_json(files[0], {**results.metadata, "rows": list(rows)})
+    with written_whole(files[1]) as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], "error"])
         writer.writeheader()
         for row in rows:
@@ -125,6 +131,6 @@ def write(results: Results, rows: Sequence[Row]) -> str:
             cells = {"config": config, "acceptance": rates, "accepted_per_step": steps}
             cells["sources"] = by_source
             writer.writerow({**row, **cells})
-    with written_whole(paths[2]) as unfinished:
+    with written_whole(files[2]) as unfinished:
         unfinished.write_text(page(results, rows))
-    return f"Written: {', '.join(map(str, paths))}"
+    return f"Written: {', '.join(map(str, files))}"

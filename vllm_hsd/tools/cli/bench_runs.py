@@ -18,6 +18,7 @@ from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results, Setup
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.engine import MAX_CPU_CACHE, EngineProcess
 from vllm_hsd.tools.machine_load import CpuTimes
+from vllm_hsd.tools.worker_process import LOGS
 
 # Room between the longest output and the engine's longest context: near it, drafters stop, and a
 # branch needs whole blocks of the KV cache (128 tokens on a CPU).
@@ -64,7 +65,7 @@ class Engines:
         engine = EngineProcess(
             self._args | ({"speculative_config": config} if config is not None else {}),
             f"'{name}'",
-            log=comparison.output / "logs" / f"{index}.log",
+            log=comparison.output / LOGS / f"{index}.log",
         )
         self._running[index] = engine.__enter__()
         self.cores = engine.call(bench_quality.pin) if self._on_host else []

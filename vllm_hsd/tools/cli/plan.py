@@ -192,12 +192,14 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
     if ngram is not None and not 1 <= ngram <= 1024:
         raise UserError(f"--ngram is {ngram}: give the longest match, 1 to 1024 tokens.")
     written = [arguments.output, tables_file(arguments.output)]
-    if written[0] == written[1]:
-        raise UserError("--output names the JSON file; its tables go to a file next to it.")
+    if written[0].suffix != ".json":
+        raise UserError(
+            "--output must end in .json: its tables go to a .safetensors file next to it."
+        )
     stores = arguments.suffix, arguments.bigram, arguments.bigram_model, arguments.prompts
     read = {Path(each).resolve() for each in stores if each}
     for path in written:
-        if path.resolve() in read:
+        if path.resolve() in read or (path.exists() and not written[0].exists()):
             raise UserError(f"--output would write over {quoted(str(path))}: name another file.")
     # One engine has them all as levels, next to the lookups, a bigram model and a filler.
     hosted = [*arguments.models, *arguments.exits, *arguments.exit_heads]
@@ -212,6 +214,8 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
 def _check_directory(output: Path) -> None:
     if not output.parent.is_dir():
         raise UserError(f"--output: there is no directory {quoted(str(output.parent))}.")
+    if output.is_dir():
+        raise UserError(f"--output: {quoted(str(output))} is a directory: name a file.")
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
@@ -327,6 +331,8 @@ def cascade_file(profile: Profile, choice: Plan, source: Path) -> dict[str, Any]
 def serve_command(profile: Profile, choice: Plan) -> str:
     """The shell command that serves the target with what was chosen."""
     command = system.serve_command(profile.target)
+    if profile.latencies and profile.latencies.dtype != "auto":
+        command += ["--dtype", profile.latencies.dtype]
     if choice.best.selection.levels:
         config = {"method": "hsd", **cascade_keys(profile, choice)}
         command += ["--speculative-config", json.dumps(config)]
@@ -401,13 +407,14 @@ def rate_table(profile: Profile) -> Table:
     for i in verifying:
         table.add_column(profile.names[i], justify="right")
     if profile.latencies:
-        table.add_column("ms/forward", justify="right")
+        batch = min(profile.latencies.batch_sizes(), default=1)
+        table.add_column(f"ms/forward of {batch}", justify="right")
     rates = profile.rate_matrix()
     for i in profile.lookups:
         rates[i, -1] = profile.acceptance("block").survival[-1, i, 1, 0, 1]
     for i, name in enumerate(profile.names):
         row = ["" if rate != rate else f"{rate:.3f}" for rate in rates[i, verifying]]
         if profile.latencies:
-            row.append(f"{profile.latencies.forward[i].at(1, 1):.3f}")
+            row.append(f"{profile.latencies.forward[i].at(batch, 1):.3f}")
         table.add_row(name, *row)
     return table

@@ -39,6 +39,7 @@ from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
 from vllm_hsd.tools.cli.verify_workloads import shares
 from vllm_hsd.tools.engine import MAX_CPU_CACHE, EngineProcess
+from vllm_hsd.tools.worker_process import LOGS
 
 # Requests of an engine at once, and those of sampled text: in small batches most is drafted.
 BATCH_SIZE, SMALL_BATCH = 64, 8
@@ -58,6 +59,7 @@ NOT_NAMED = (
     "Whether tokens lean towards what was drafted was not tested, since the drafter is not known: "
     "name it with --drafter MODEL."
 )
+FILE = "verify.json"
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -76,7 +78,7 @@ def command(arguments: argparse.Namespace) -> int:
         return 0 if all(result.as_expected for result in results) else 1
     outcome = run(parse(arguments))
     print(verify_report.page(outcome))
-    path = arguments.output / "verify.json"
+    path = arguments.output / FILE
     verify_report.write(outcome, path)
     print(f"Written: {path}")
     return outcome.status
@@ -264,6 +266,8 @@ def run(verification: Verification) -> Outcome:
     urls, settings = verification.servers, verification.settings
     sides = _running(verification, urls) if urls else _engines(verification)
     comparison, drafters, prompts = sides.comparison, sides.drafters, sides.prompts
+    # An older run's verdict is not this one's, which may end in an error.
+    (comparison.output / FILE).unlink(missing_ok=True)
     dtype, config = sides.metadata["dtype"], comparison.configs[1] or {}
     names = verification.workloads
     steady_tokens, other_tokens = shares(names, verification.num_tokens, len(settings))
@@ -392,5 +396,5 @@ def _equal_drafter(verification: Verification, sides: Sides) -> tuple[int, int]:
 
 
 def _loaded(comparison: Comparison, name: str, arguments: dict[str, Any]) -> EngineProcess:
-    log = comparison.output / "logs" / f"{name.replace(' ', '_')}.log"
+    log = comparison.output / LOGS / f"{name.replace(' ', '_')}.log"
     return EngineProcess(arguments, f"'{name}'", log=log)

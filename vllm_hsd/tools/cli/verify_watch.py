@@ -53,7 +53,8 @@ def command(arguments: argparse.Namespace) -> int:
         first = canary.answers
         params: list[dict[str, Any]] = [
             {
-                "temperature": temperatures[i % len(temperatures)],
+                # Every prompt meets every temperature.
+                "temperature": temperatures[(i + i // len(prompts)) % len(temperatures)],
                 "top_k": TOP_K,
                 "max_tokens": ANSWER_TOKENS,
                 "ignore_eos": True,

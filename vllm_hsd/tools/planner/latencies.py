@@ -68,6 +68,7 @@ class Latencies(BaseModel):
             bookkeeping): `draft` at level 0, `verify` above.
         plain: a step of the engine without speculation; absent: the target's forward of 1 token.
         load: what else the machine did meanwhile; absent in files of older versions.
+        dtype: that the engine computed in.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -76,6 +77,7 @@ class Latencies(BaseModel):
     overhead: dict[Literal["draft", "verify"], LatencyTable] = Field(default_factory=dict)
     plain: LatencyTable | None = None
     load: MachineLoad | None = None
+    dtype: str = "auto"
 
     def tables(self) -> dict[str, list[LatencyTable]]:
         """All tables by the key that holds them."""

@@ -251,6 +251,7 @@ class Timing:
             overhead=overhead,
             plain=self._table(1, alone),
             load=_load([*cascades, *plain], plain),
+            dtype=str(self.task.engine_args.get("dtype", "auto")),
         )
 
     def _table(self, longest: int, samples: Iterable[tuple[int, int, float]]) -> LatencyTable:
