@@ -76,7 +76,7 @@ lint: venv
 
 # The site, in site/; the build needs no network once the extra is installed.
 docs: venv
-	$(BIN)/python -c "import mkdocs" 2>/dev/null || $(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/python -c "import material, mkdocs" 2>/dev/null || $(BIN)/pip install --quiet --editable '.[docs]'
 	$(BIN)/python -m tools.key_reference
 	$(BIN)/mkdocs build --strict
 

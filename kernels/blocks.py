@@ -278,7 +278,7 @@ def extract_lane(values, index, i):
 
 @triton.jit
 def inverse_cdf_index(mass, index, goal):
-    """First lane whose cumulative mass exceeds ``goal``, never one of zero mass.
+    """First lane whose cumulative mass exceeds ``goal``, or the heaviest; never one of zero mass.
 
     mass: float64 [lanes]; goal: float64 in [0, sum(mass)). Returns (lane, mass before it).
     """

@@ -11,13 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SIZES = {
-    "lines of vllm_hsd without tools": 14872,
+    "lines of vllm_hsd without tools": 14876,
     "lines of kernels": 9119,
-    "lines of tools": 14931,
-    "lines of tests": 29898,
+    "lines of tools": 14933,
+    "lines of tests": 29928,
     "lines of benchmarks": 8921,
     "refusals": 228,
-    "words of documents": 25534,
+    "words of documents": 25539,
     "modules that a server imports": 126,
 }
 SERVER = """

@@ -85,10 +85,13 @@ def test_without_the_warm_up_they_do(family):
     assert len(compiled(family, "suffix", "support.warm_ups:without")["greedy, together"]) > 5
 
 
-def test_a_step_with_room_for_one_draft_and_its_root_alone(family):
+@pytest.mark.parametrize("branches", [1, 4])
+def test_a_step_with_room_for_the_drafts_of_one_request_alone(family, branches):
     """Prompts of vLLM's warm-up are a token longer."""
-    config = cascade([{"ngram": {"max": 3}}], 15)
-    engine = {**ENGINE, "model": family.target, "max_num_batched_tokens": 16}
+    sources = [{"ngram": {"max": 3}}, {"suffix": {}}]
+    config = cascade([{"sources": sources, "branches": branches}], 7)
+    room = {"max_num_batched_tokens": 8 * branches, "max_model_len": 256, "block_size": 32}
+    engine = {**ENGINE, **room, "model": family.target}
     del engine["jit_monitor_mode"]
     job = {"prompts": PROMPTS, "params": {**TOKENS, "temperature": 0}}
     plain = run_engine({**engine, "enforce_eager": True}, {"": job})

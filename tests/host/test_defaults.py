@@ -22,7 +22,7 @@ TARGET = SimpleNamespace(uses_mrope=False, is_encoder_decoder=False)
 def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
     arguments = SimpleNamespace(
         enable_lora=keys.pop("enable_lora", False),
-        enable_return_routed_experts=keys.pop("enable_return_routed_experts", False),
+        aux_output_config=SimpleNamespace(enabled=keys.pop("routed_experts", False)),
         kv_transfer_config=connector,
         kv_offloading_size=None,
         max_num_batched_tokens=keys.pop("max_num_batched_tokens", None),
@@ -104,10 +104,9 @@ def test_no_branches_where_they_do_not_fit():
     for key in vars(TARGET):
         other = SimpleNamespace(**{**vars(TARGET), key: True})
         assert with_defaults(LOOKUPS, target=other).branches == 1
-    assert with_defaults(LOOKUPS, enable_return_routed_experts=True).branches == 1
-    # Three drafts of five tokens with their root, and one more of vLLM's warm-up.
+    assert with_defaults(LOOKUPS, routed_experts=True).branches == 1
+    # Three drafts of five tokens with their root.
     assert with_defaults(LOOKUPS, max_num_batched_tokens=19).branches == 3
-    assert with_defaults(LOOKUPS, max_num_batched_tokens=18).branches == 2
     assert with_defaults(LOOKUPS, max_num_batched_tokens=11).branches == 1
     # Attention has room for so many rows.
     assert with_defaults(LOOKUPS, max_num_seqs=2).branches == 2
@@ -133,7 +132,7 @@ def test_branches_that_engines_cannot_host_are_refused():
         "model_config": TARGET,
         "aux_output_config": SimpleNamespace(enabled=False),
         "compilation_config": SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
-        "scheduler_config": SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=25),
+        "scheduler_config": SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=24),
     }
     assert not mistakes()
     for part, key, said in (
@@ -144,9 +143,9 @@ def test_branches_that_engines_cannot_host_are_refused():
         (mistake,) = mistakes(**{part: SimpleNamespace(**{key: True})})
         assert said in mistake
     (mistake,) = mistakes(
-        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=24)
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=23)
     )
-    assert "make 24 tokens of a request, not below max_num_batched_tokens=24" in mistake
+    assert "make 24 tokens of a request, above max_num_batched_tokens=23" in mistake
 
 
 def test_nothing_where_the_host_reads_no_draft(as_on_gpus):

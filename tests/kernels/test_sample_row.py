@@ -4,7 +4,10 @@ import pytest
 import torch
 from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens
+from triton import jit
+from triton import language as tl
 
+from vllm_hsd.kernels.blocks import inverse_cdf_index
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row
 
@@ -100,3 +103,25 @@ def test_arguments_that_do_not_fit(change, message):
     arguments = dict(zip(names, _batch(4, torch.float32), strict=True))
     with pytest.raises(ValueError, match=message):
         sample_row(**arguments | change)
+
+
+@jit
+def _pick_kernel(mass_ptr, goal_ptr, token_ptr, before_ptr, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    chosen, before = inverse_cdf_index(tl.load(mass_ptr + lane), lane, tl.load(goal_ptr))
+    tl.store(token_ptr, chosen)
+    tl.store(before_ptr, before)
+
+
+@pytest.mark.parametrize(
+    ("goal", "expected"), [(0, (1, 0)), (0.5, (2, 0.5)), (3.5, (4, 3.5)), (9, (2, 0.5))]
+)
+def test_a_goal_that_rounding_puts_past_the_end_is_the_heaviest_lanes(goal, expected):
+    """Not the last one's, which may be a token that nearly never is."""
+    mass = torch.tensor([0, 0.5, 3, 0, 0.2, 3, 1e-30, 0], dtype=torch.float64)
+    given = torch.tensor([goal], dtype=torch.float64)
+    token, before = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    _pick_kernel[(1,)](mass, given, token, before, LANES=len(mass))
+    assert (token.item(), before.item()) == expected
+    _pick_kernel[(1,)](torch.zeros_like(mass), given, token, before, LANES=len(mass))
+    assert token.item() == 0

@@ -24,8 +24,8 @@ def fit_logits(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def readable(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Token ids with those that a model of `vocab_size` tokens has no embedding for as token 0.
 
-    They are tokens that the target emits from its padding: no text contains them on purpose, and
-    what a drafter makes of one changes how much is accepted, not the distribution.
+    They are tokens that the target emits from its padding, or placeholders that a lookup has found.
+    What a drafter makes of one changes how much is accepted, not the distribution.
     """
     return torch.where(token_ids < vocab_size, token_ids, 0)
 

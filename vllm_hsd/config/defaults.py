@@ -67,7 +67,7 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
     most = min(BRANCHES, arguments.max_num_seqs or BRANCHES)
     budget, row = arguments.max_num_batched_tokens, hsd.num_speculative_tokens + 1
     if budget is not None:
-        most = min(most, (budget - 1) // row)  # and a token more of vLLM's warm-up
+        most = min(most, budget // row)
     if arguments.enable_lora:
         # vLLM refuses a budget below the lists of all requests; what it is by default is not known.
         requests = arguments.max_num_seqs
@@ -79,7 +79,7 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
         "enable_adaptive_verification": hsd.enable_adaptive_verification,
         "multi-dimensional positions": target.uses_mrope,
         "an encoder": target.is_encoder_decoder,
-        "enable_return_routed_experts": arguments.enable_return_routed_experts,
+        "enable_return_routed_experts": arguments.aux_output_config.enabled,
         "a KV connector": connector_mistake(branching, arguments) is not None,
         "max_num_batched_tokens, max_num_seqs or enable_lora": most < 2,
     }

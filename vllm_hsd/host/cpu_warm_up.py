@@ -39,8 +39,11 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     wanted, scheduler = config.kernel_config.enable_jit_warmup, self.scheduler_config
     # Else vLLM 0.33 does it once more, and levels learn from made-up requests.
     config.kernel_config.enable_jit_warmup = False
-    # Its prompts are a token longer than a draft with its root.
-    if not wanted or self.decode_query_len >= scheduler.max_num_batched_tokens:
+    if not wanted:
+        return
+    if self.decode_query_len >= scheduler.max_num_batched_tokens:
+        # Its prompts are a token longer than a draft with its root.
+        logger.info("Kernels are compiled in requests: max_num_batched_tokens is one draft's.")
         return
     began, largest = time.perf_counter(), scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)

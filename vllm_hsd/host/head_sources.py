@@ -20,6 +20,7 @@ from vllm_hsd.cascade.cascade_steps import collect, stage
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import compile_schedule
+from vllm_hsd.cascade.vocabulary import readable
 from vllm_hsd.host.draft_confidence import draft_confidence
 from vllm_hsd.host.request_parameters import RequestParameters
 
@@ -124,7 +125,7 @@ class HeadSources:
         state.end += state.drafted[0]
         self.lookup.choose(state)
         collect(state, self.schedule)
-        drafts.copy_(state.draft_tokens)
+        drafts.copy_(readable(state.draft_tokens, self.req_states.vocab_size))
         slots = input_batch.idx_mapping.long()
         self.draft_length[slots] = state.draft_length
         if own.acceptance_estimator is not None:

@@ -233,11 +233,11 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         # vLLM sets slots for drafting aside.
         tokens = self.num_speculative_tokens + 1 + self.max_num_new_slots_for_drafting
         budget = vllm_config.scheduler_config.max_num_batched_tokens
-        if tokens >= budget:
-            # vLLM would wait for ever to schedule a request that it has padded to more.
+        if tokens > budget:
+            # vLLM would wait for ever to schedule a request that it has padded to so many.
             yield (
                 f"levels[0].branches and num_speculative_tokens make {tokens} tokens of a request, "
-                f"not below max_num_batched_tokens={budget}: raise it or lower one of them."
+                f"above max_num_batched_tokens={budget}: raise it or lower one of them."
             )
 
     def _private_blocks(self, vllm_config: Any) -> PrivateBlocks:

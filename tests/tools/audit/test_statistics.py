@@ -107,6 +107,9 @@ def test_answers_are_alike_though_their_tokens_tell_how_many_places_a_draft_reac
     odd = np.where(answer % 8, quantiles, quantiles**4)
     (broken,) = alike("", "lookup", odd, answer)
     assert sound.p_value > 0.01 and broken.p_value < 1e-9
+    assert 0 < broken.detectable(1e-6) < 0.5 and broken.num_tokens <= len(answer)
+    few = answer < 3
+    assert alike("", "lookup", quantiles[few], answer[few]) == []
 
 
 def test_a_few_tokens_that_cannot_be_are_found_and_chance_is_not():

@@ -59,7 +59,9 @@ class Interrupted(Exception):
     pass
 
 
-def test_every_prompt_meets_every_kind_of_request(monkeypatch):
+@pytest.mark.parametrize("number", [6, 8, 9])
+@pytest.mark.parametrize("settings", [[], [Setting(0.7), Setting(1.0)]])
+def test_every_prompt_meets_every_kind_of_request(monkeypatch, number, settings):
     asked: Counter[tuple] = Counter()
 
     def generate(engine, texts, *_, **__):
@@ -68,29 +70,27 @@ def test_every_prompt_meets_every_kind_of_request(monkeypatch):
         raise Interrupted
 
     monkeypatch.setattr(workloads.sampled, "generate", generate)
-    engine, prompts = SimpleNamespace(call=lambda *_: {}), [[i] * 40 for i in range(8)]
-    settings, kinds = [Setting(0.7), Setting(1.0)], (True, True)
+    engine, prompts = SimpleNamespace(call=lambda *_: {}), [[i] * 40 for i in range(number)]
+    kinds = True, True
     with pytest.raises(Interrupted):
         workloads.run(
             "chunks", engine, Facts(), prompts, settings, 1 << 16, kinds, True, lambda *_: None
         )
-    kinds = {(0.0, True), (0.7, True), (0.7, False), (1.0, True), (1.0, False)}
-    assert asked.keys() == {(i, kind) for i in range(8) for kind in kinds}
+    kinds = {(0.0, True)} | {
+        (own.temperature, drawn) for own in settings for drawn in (True, False)
+    }
+    assert asked.keys() == {(i, kind) for i in range(number) for kind in kinds}
 
 
 def test_an_older_verdict_does_not_stay_where_a_run_ends_in_an_error(
     verify, text_family, tmp_path, monkeypatch
 ):
-    def engines(verification):
-        raised = mock.MagicMock(**{"__enter__.side_effect": UserError("the engine ended")})
-        parts = {"speculating": raised, "metadata": {"dtype": "float32"}, "prompts": [[1]]}
-        parts["drafters"] = mock.Mock(recorded=False)
-        return SimpleNamespace(comparison=verification.comparison, **parts)
-
-    monkeypatch.setattr(verify_runs, "_engines", engines)
+    ended = mock.Mock(side_effect=UserError("the engine ended"))
+    monkeypatch.setattr(verify_runs.bench, "inspect", ended)
     (tmp_path / "verify.json").write_text('{"lossless": true}')
     with pytest.raises(FileNotFoundError):
         verify(text_family.target, {"method": "ngram", "num_speculative_tokens": 2})
+    assert not (tmp_path / "verify.json").exists()
 
 
 # The other ones are in the fast form of the self-test.

@@ -85,7 +85,7 @@ class Check:
         hypothesis: what a lossless engine fulfils.
         order: one of ORDERS, or the name of a drafter.
         place: which tokens were tested: "all", "1", "2", ..., "5+".
-        num_tokens: how many.
+        num_tokens: how many; of "answers" as many as would show a deviation equally well.
         p_value: probability of a deviation as large as this one in a lossless engine.
         shift: estimate of the deviation, in probability (0: none).
         method: "KS" (Kolmogorov-Smirnov), "chi-square", "Poisson" (a count of rare events),
@@ -224,7 +224,8 @@ def _independent(
 def alike(setting: str, order: str, quantiles: np.ndarray, answer: np.ndarray) -> list[Check]:
     """Whether the answers' mean quantiles scatter by no more than chance, a few odd ones too.
 
-    How many an answer has depends on its tokens, so equally many are taken: missing ones are drawn.
+    How many an answer has depends on its tokens, so equally many are taken: uniform
+    numbers stand for missing ones.
     """
     sizes = np.bincount(answer)
     number = len(sizes)
@@ -233,13 +234,16 @@ def alike(setting: str, order: str, quantiles: np.ndarray, answer: np.ndarray) -
     length = max(_FEWEST_IN_ANSWER, round(sizes.mean()))
     place = np.arange(len(answer)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     taken, own = place < length, np.minimum(sizes, length)
+    count = int((own**2).sum() / length)
+    if count < 2 * _FEWEST_IN_ANSWER:
+        return []
     sums = np.bincount(answer[taken], quantiles[taken] - 0.5, number)
     drawn = np.repeat(np.arange(number), length - own)
     # A stream of its own: the quantiles were drawn from others.
     rng = np.random.default_rng([number, *b"alike"])
     sums += np.bincount(drawn, rng.random(len(drawn)) - 0.5, number)
-    statistic, count = float((12 * sums**2 / length).sum()), int((own**2).sum() / length)
-    shift = float(np.sqrt(max(statistic - number, 0) / 12 / max(count, 1)))
+    statistic = float((12 * sums**2 / length).sum())
+    shift = float(np.sqrt(max(statistic - number, 0) / 12 / count))
     figures = count, float(stats.chi2.sf(statistic, number)), shift
     return [Check(setting, "alike in all answers", order, "all", *figures, "answers", number)]
 

@@ -321,9 +321,10 @@ def run(
     texts = Texts([name])
     for i in range(count):
         # Every kind of request and every prompt meets every set of parameters.
-        number, own = i // len(parameters), parameters[i % len(parameters)]
-        prompt, special = workload.request(number, facts, prompts[(i + number) % len(prompts)])
-        base = {"max_tokens": workload.answer, "ignore_eos": True, **own, **special}
+        number, kind = divmod(i, len(parameters))
+        prompt, special = workload.request(number, facts, prompts[(number + kind) % len(prompts)])
+        own = {**parameters[kind], **special}
+        base = {"max_tokens": workload.answer, "ignore_eos": True, **own}
         if base.get("seed") is not None:
             base["seed"] += i
         _add(texts, prompt, base)

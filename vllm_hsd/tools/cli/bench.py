@@ -125,9 +125,7 @@ def run(comparison: Comparison) -> int:
         1 if a configuration could not run, or its greedy outputs differ from those of no
         speculation (in 16 bits: elsewhere than at near ties of the target), else 0.
     """
-    comparison, setup = prepare(comparison)
-    for older in bench_files.paths(comparison.output):
-        older.unlink(missing_ok=True)
+    comparison, setup = prepare(comparison, *bench_files.NAMES)
     results = Results(comparison, metadata=describe(comparison, setup))
     print("\n".join(bench_report.heading(results.metadata)), flush=True)
     chats = any(isinstance(prompt, list) for prompt in comparison.prompts)
@@ -140,20 +138,20 @@ def run(comparison: Comparison) -> int:
     return 1 if results.errors or greedy.unexplained(results.differences, setup.dtype) else 0
 
 
-def prepare_output(output: Path) -> None:
-    """Make the directory of the results; logs of earlier runs are removed."""
+def prepare_output(output: Path, *results: str) -> None:
+    """Make the directory of the results; logs and `results` of earlier runs are removed."""
     directory = output / LOGS
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for log in directory.glob("*.log"):
-            log.unlink()
+        for older in (*directory.glob("*.log"), *(output / name for name in results)):
+            older.unlink(missing_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise UserError(f"--output '{output}' cannot be used ({error}).") from None
 
 
-def prepare(comparison: Comparison) -> tuple[Comparison, Setup]:
+def prepare(comparison: Comparison, *results: str) -> tuple[Comparison, Setup]:
     """Make the directory of the results, check the configurations and settle the dtype.
 
     On a CPU a dtype that was not asked for is probed, and printed.
@@ -161,7 +159,7 @@ def prepare(comparison: Comparison) -> tuple[Comparison, Setup]:
     Raises:
         UserError: vLLM refuses the model or a configuration, or the model runs in no dtype.
     """
-    prepare_output(comparison.output)
+    prepare_output(comparison.output, *results)
     setup = inspect(comparison)
     if setup.device != "cpu" or comparison.engine_args.get("dtype", "auto") != "auto":
         return comparison, setup

@@ -6,7 +6,6 @@ import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from pathlib import Path
 from string import Template
 
 from vllm_hsd.checked_files import write_json, written_whole
@@ -15,6 +14,7 @@ from vllm_hsd.tools.cli.bench_jobs import Results
 from vllm_hsd.tools.cli.bench_report import Row
 
 # Loads nothing from elsewhere; bars are drawn by the style sheet.
+NAMES = "bench.json", "bench.csv", "bench.html"
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>vllm-hsd bench</title><style>
 :root { color-scheme: light dark; --bar: #4a8fd9; --line: #8888; }
@@ -108,14 +108,9 @@ def _cells(row: Row, most: float) -> Iterator[str]:
     yield from (f"<td>{escape(each)}</td>" for each in bench_drafts.cells(row)[1:])
 
 
-def paths(output: Path) -> list[Path]:
-    """bench.json, bench.csv and bench.html."""
-    return [output / f"bench.{kind}" for kind in ("json", "csv", "html")]
-
-
 def write(results: Results, rows: Sequence[Row]) -> str:
     """Write bench.json, bench.csv and bench.html; returns the line that says so."""
-    files = paths(results.comparison.output)
+    files = [results.comparison.output / name for name in NAMES]
     write_json(files[0], {**results.metadata, "rows": list(rows)})
     with written_whole(files[1]) as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], "error"])

@@ -93,7 +93,10 @@ def add_parsers(subparsers: Any) -> None:
         "--skip-timing", action="store_true",
         help="measure acceptance only; `plan` needs the latencies too",
     )  # fmt: skip
-    add("-o", "--output", type=Path, default=Path("profile.json"), help="file to write")
+    add(
+        "-o", "--output", type=Path, default=Path("profile.json"),
+        help="JSON file to write; its tables go next to it",
+    )  # fmt: skip
     profile.set_defaults(run=profile_command)
 
     plan = subparsers.add_parser(
@@ -198,8 +201,11 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
         )
     stores = arguments.suffix, arguments.bigram, arguments.bigram_model, arguments.prompts
     read = {Path(each).resolve() for each in stores if each}
+    # Without a profile, or one that is being measured, tables of that name are another file.
+    begun = written[0], written[0].with_name(f"{written[0].name}.partial")
+    others = {written[1]} if written[1].exists() and not any(map(Path.exists, begun)) else set()
     for path in written:
-        if path.resolve() in read or (path.exists() and not written[0].exists()):
+        if path.resolve() in read or path in others:
             raise UserError(f"--output would write over {quoted(str(path))}: name another file.")
     # One engine has them all as levels, next to the lookups, a bigram model and a filler.
     hosted = [*arguments.models, *arguments.exits, *arguments.exit_heads]
@@ -408,7 +414,7 @@ def rate_table(profile: Profile) -> Table:
         table.add_column(profile.names[i], justify="right")
     if profile.latencies:
         batch = min(profile.latencies.batch_sizes(), default=1)
-        table.add_column(f"ms/forward of {batch}", justify="right")
+        table.add_column(f"ms/forward (batch {batch})", justify="right")
     rates = profile.rate_matrix()
     for i in profile.lookups:
         rates[i, -1] = profile.acceptance("block").survival[-1, i, 1, 0, 1]

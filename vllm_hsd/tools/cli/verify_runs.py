@@ -163,7 +163,7 @@ class Sides:
 
 
 def _engines(verification: Verification) -> Sides:
-    comparison, setup = bench.prepare(verification.comparison)
+    comparison, setup = bench.prepare(verification.comparison, FILE)
     given = engine_arguments(comparison, setup, 1)
     # What many servers do, and a comparison of times must not.
     caching = {"enable_prefix_caching": True, **comparison.engine_args}
@@ -224,6 +224,7 @@ def _adapters(verification: Verification, arguments: dict[str, Any]) -> dict[str
 
 def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
     comparison = verification.comparison
+    bench.prepare_output(comparison.output, FILE)
     at_once = AT_ONCE if verification.as_served else SMALL_BATCH
     speculating = connect("--url", urls[0], comparison.model, at_once)
     plain = connect("--plain-url", urls[1], comparison.model)
@@ -233,7 +234,6 @@ def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
         )
     # What a server computes in, it does not say.
     dtype = str(comparison.engine_args["dtype"])
-    bench.prepare_output(comparison.output)
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
     # A drafter's context may be shorter than the target's: vLLM takes what fits into its memory.
     arguments = {"max_model_len": -1, **comparison.base_args}
@@ -266,8 +266,6 @@ def run(verification: Verification) -> Outcome:
     urls, settings = verification.servers, verification.settings
     sides = _running(verification, urls) if urls else _engines(verification)
     comparison, drafters, prompts = sides.comparison, sides.drafters, sides.prompts
-    # An older run's verdict is not this one's, which may end in an error.
-    (comparison.output / FILE).unlink(missing_ok=True)
     dtype, config = sides.metadata["dtype"], comparison.configs[1] or {}
     names = verification.workloads
     steady_tokens, other_tokens = shares(names, verification.num_tokens, len(settings))

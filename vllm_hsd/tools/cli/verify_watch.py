@@ -54,7 +54,7 @@ def command(arguments: argparse.Namespace) -> int:
         params: list[dict[str, Any]] = [
             {
                 # Every prompt meets every temperature.
-                "temperature": temperatures[(i + i // len(prompts)) % len(temperatures)],
+                "temperature": temperatures[sum(divmod(i, len(prompts))) % len(temperatures)],
                 "top_k": TOP_K,
                 "max_tokens": ANSWER_TOKENS,
                 "ignore_eos": True,

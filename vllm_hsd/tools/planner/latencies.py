@@ -68,7 +68,7 @@ class Latencies(BaseModel):
             bookkeeping): `draft` at level 0, `verify` above.
         plain: a step of the engine without speculation; absent: the target's forward of 1 token.
         load: what else the machine did meanwhile; absent in files of older versions.
-        dtype: that the engine computed in.
+        dtype: that the engine computed in; absent in files of older versions.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
