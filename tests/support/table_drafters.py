@@ -96,6 +96,7 @@ class TableCascade(CascadeSpeculator):
     """The cascade without vLLM's models; a bigram level counts `draft` where there is no table."""
 
     max_model_len = 0  # a property of the configuration in vLLM 0.33
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
 
     def __init__(self, cascade: dict, req_states, draft: torch.Tensor) -> None:
         tables: list[torch.Tensor] = []
@@ -111,6 +112,7 @@ class TableCascade(CascadeSpeculator):
         self.seeds = self.idx_mapping = torch.zeros(req_states.max_num_reqs, dtype=torch.int64)
         self.max_model_len = req_states.max_model_len
         slots, vocabulary = req_states.max_num_reqs, len(tables[0])
+        self.vocab_size = vocabulary
         self.draft_tokens = torch.zeros(
             slots, self.schedule.num_speculative_tokens, dtype=torch.int64
         )
