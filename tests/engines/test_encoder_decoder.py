@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.engines import run_engine
+from support.engines import GREEDY, run_engine
 
 from vllm_hsd.tools.audit.tiny_models import byte_tokenizer
 
@@ -49,8 +49,7 @@ def test_greedy_texts_are_those_of_no_speculation(whisper):
         }
         for i in range(5)
     ]
-    jobs = {"": {"prompts": prompts, "params": {"temperature": 0, "max_tokens": 60}}}
-    jobs[""]["params"]["ignore_eos"] = True
+    jobs = {"": {"prompts": prompts, "params": {**GREEDY, "max_tokens": 60}}}
     engine = {"model": whisper, "max_model_len": 448, "skip_tokenizer_init": False}
     engine |= {"max_num_seqs": 20, "block_size": 32}
     config = {"method": "hsd", "num_speculative_tokens": 5, "levels": [LOOKUPS]}

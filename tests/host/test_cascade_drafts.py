@@ -294,7 +294,9 @@ def test_what_is_made_before_the_weights_and_follows_the_configuration(monkeypat
     given = {"num_speculative_tokens": 4, "levels": [{"ngram": {"max": 2}, "num_tokens": 1}]}
     given["levels"].append({"model": "m"})
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 7),
+        model_config=SimpleNamespace(
+            max_model_len=64, get_vocab_size=lambda: 7, is_multimodal_model=False
+        ),
         speculative_config=SimpleNamespace(
             hsd=CascadeConfig.parse(given),
             level_configs=[None, None],

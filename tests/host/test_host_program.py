@@ -186,9 +186,8 @@ def test_nothing_is_drafted_for_a_request_whose_draft_has_ended(lookup):
 @pytest.mark.parametrize("pictures", [True, False])
 def test_placeholders_that_a_target_has_no_embedding_for_are_not_drafted(pictures):
     """Text holds them where it holds pictures."""
-    model_config = SimpleNamespace(is_multimodal_model=pictures)
     speculator = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=model_config),
+        has_placeholders=pictures,
         draft_tokens=torch.zeros(2, 3, dtype=torch.int64),
         branches=None,
         vocab_size=8,

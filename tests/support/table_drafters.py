@@ -96,7 +96,7 @@ class TableCascade(CascadeSpeculator):
     """The cascade without vLLM's models; a bigram level counts `draft` where there is no table."""
 
     max_model_len = 0  # a property of the configuration in vLLM 0.33
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
+    has_placeholders = True
 
     def __init__(self, cascade: dict, req_states, draft: torch.Tensor) -> None:
         tables: list[torch.Tensor] = []

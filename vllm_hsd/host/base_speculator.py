@@ -18,6 +18,7 @@ from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
+from vllm_hsd.cascade.vocabulary import readable
 from vllm_hsd.config.level_checks import check_states
 from vllm_hsd.config.sizes import schedule_of
 from vllm_hsd.errors import quoted
@@ -58,6 +59,8 @@ class BaseSpeculator(StandaloneARSpeculator):
         DraftModelSpeculator.__init__(self, vllm_config, device)
         # vLLM's is the drafter's, whose logits may be padded to another size.
         self.vocab_size = vllm_config.model_config.get_vocab_size()
+        # In the text, and so in a lookup's offers; the target may have no embedding for them.
+        self.has_placeholders = vllm_config.model_config.is_multimodal_model
         self.hsd = vllm_config.speculative_config.hsd
         self.schedule = schedule_of(self.hsd)
         scales = [options.temperature_scale for options in self.hsd.options()]
@@ -267,10 +270,7 @@ class BaseSpeculator(StandaloneARSpeculator):
             self.branches.flat_drafts(slots, self.schedule.window, drafts)
         else:
             drafts[:, : state.longest] = state.draft_tokens[: len(slots)]
-        if self.vllm_config.model_config.is_multimodal_model:
-            # Text may hold placeholders that the target has no embedding for.
-            drafts.masked_fill_(drafts >= self.vocab_size, 0)
-        return drafts
+        return readable(drafts, self.vocab_size) if self.has_placeholders else drafts
 
     def _forget(self, slots: torch.Tensor) -> None:
         """Requests enter these slots, int64 [n]: what was learned of those before is forgotten."""

@@ -154,7 +154,8 @@ class ProgramModel:
     ) -> Any:
         """Hidden states of a forward pass without a CUDA graph of its own; `more` is for `run`."""
         count = input_ids.shape[0]
-        input_ids = readable(input_ids, self.vocab_size)
+        if self.vocab_size < self.speculator.vocab_size or self.speculator.has_placeholders:
+            input_ids = readable(input_ids, self.vocab_size)
         if self.max_model_len is not None:
             # It is fed whole prompts, and has no rotary embedding of later places.
             positions = positions.clamp(max=self.max_model_len - 1)

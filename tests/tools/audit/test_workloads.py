@@ -71,11 +71,9 @@ def test_every_prompt_meets_every_kind_of_request(monkeypatch, number, settings)
 
     monkeypatch.setattr(workloads.sampled, "generate", generate)
     engine, prompts = SimpleNamespace(call=lambda *_: {}), [[i] * 40 for i in range(number)]
-    kinds = True, True
+    given = engine, Facts(), prompts, settings, 1 << 16, (True, True), True
     with pytest.raises(Interrupted):
-        workloads.run(
-            "chunks", engine, Facts(), prompts, settings, 1 << 16, kinds, True, lambda *_: None
-        )
+        workloads.run("chunks", *given, lambda *_: None)
     kinds = {(0.0, True)} | {
         (own.temperature, drawn) for own in settings for drawn in (True, False)
     }

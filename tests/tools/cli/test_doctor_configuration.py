@@ -67,10 +67,7 @@ def test_every_fault_is_named_once(family, small_vocabulary, tmp_path, capsys):
 
 def test_branches_that_workers_would_refuse_are_named(family, capsys):
     config = cascade({"sources": [{"ngram": {"max": 3}}, {"suffix": {}}], "branches": 4})
-    said = [
-        "max_num_seqs=2 in all",
-        "make 28 tokens of a request, above max_num_batched_tokens=6",
-    ]
+    said = ["max_num_seqs=2 in all", "make 28 tokens of a request, above max_num_batched_tokens=6"]
     arguments = "--max-num-seqs", "2", "--max-num-batched-tokens", "6"
     check_faults(capsys, family.target, config, said, *arguments)
 

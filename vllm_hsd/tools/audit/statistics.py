@@ -224,8 +224,8 @@ def _independent(
 def alike(setting: str, order: str, quantiles: np.ndarray, answer: np.ndarray) -> list[Check]:
     """Whether the answers' mean quantiles scatter by no more than chance, a few odd ones too.
 
-    How many an answer has depends on its tokens, so equally many are taken: uniform
-    numbers stand for missing ones.
+    How many an answer has depends on its tokens, so equally many are taken: uniform numbers stand
+    for missing ones.
     """
     sizes = np.bincount(answer)
     number = len(sizes)

@@ -323,8 +323,7 @@ def run(
         # Every kind of request and every prompt meets every set of parameters.
         number, kind = divmod(i, len(parameters))
         prompt, special = workload.request(number, facts, prompts[(number + kind) % len(prompts)])
-        own = {**parameters[kind], **special}
-        base = {"max_tokens": workload.answer, "ignore_eos": True, **own}
+        base = {"max_tokens": workload.answer, "ignore_eos": True, **parameters[kind], **special}
         if base.get("seed") is not None:
             base["seed"] += i
         _add(texts, prompt, base)

@@ -13,8 +13,8 @@ from vllm_hsd.tools.cli import bench_drafts, bench_quality, bench_report
 from vllm_hsd.tools.cli.bench_jobs import Results
 from vllm_hsd.tools.cli.bench_report import Row
 
-# Loads nothing from elsewhere; bars are drawn by the style sheet.
 NAMES = "bench.json", "bench.csv", "bench.html"
+# Loads nothing from elsewhere; bars are drawn by the style sheet.
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>vllm-hsd bench</title><style>
 :root { color-scheme: light dark; --bar: #4a8fd9; --line: #8888; }

@@ -25,6 +25,7 @@ from vllm_hsd.tools.planner.profile import (
     environment_warnings,
     load_profile,
     measurement_warnings,
+    partial_directory,
     tables_file,
 )
 from vllm_hsd.tools.planner.search import Constraints, Plan, Search
@@ -194,18 +195,17 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--top-p is {arguments.top_p:g}: it must be above 0 and at most 1.")
     if ngram is not None and not 1 <= ngram <= 1024:
         raise UserError(f"--ngram is {ngram}: give the longest match, 1 to 1024 tokens.")
-    written = [arguments.output, tables_file(arguments.output)]
-    if written[0].suffix != ".json":
+    output, tables = arguments.output, tables_file(arguments.output)
+    if output.suffix != ".json":
         raise UserError(
             "--output must end in .json: its tables go to a .safetensors file next to it."
         )
     stores = arguments.suffix, arguments.bigram, arguments.bigram_model, arguments.prompts
     read = {Path(each).resolve() for each in stores if each}
     # Without a profile, or one that is being measured, tables of that name are another file.
-    begun = written[0], written[0].with_name(f"{written[0].name}.partial")
-    others = {written[1]} if written[1].exists() and not any(map(Path.exists, begun)) else set()
-    for path in written:
-        if path.resolve() in read or path in others:
+    ours = output.exists() or partial_directory(output).exists()
+    for path in (output, tables):
+        if path.resolve() in read or (path.exists() and not ours):
             raise UserError(f"--output would write over {quoted(str(path))}: name another file.")
     # One engine has them all as levels, next to the lookups, a bigram model and a filler.
     hosted = [*arguments.models, *arguments.exits, *arguments.exit_heads]
@@ -214,7 +214,7 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
             f"{len(hosted)} models, exits and heads are too many for one engine: give at most "
             f"{MAX_LEVELS - 3}."
         )
-    _check_directory(arguments.output)
+    _check_directory(output)
 
 
 def _check_directory(output: Path) -> None:

@@ -22,7 +22,7 @@ from vllm_hsd.tools.dtype import cpu_defaults
 from vllm_hsd.tools.planner.acceptance import Acceptances, measure_acceptance, num_batches
 from vllm_hsd.tools.planner.latencies import Latencies
 from vllm_hsd.tools.planner.models import ModelSet
-from vllm_hsd.tools.planner.profile import Profile, Prompts, check_table_size
+from vllm_hsd.tools.planner.profile import Profile, Prompts, check_table_size, partial_directory
 from vllm_hsd.tools.planner.prompts import encode, read_prompts
 from vllm_hsd.tools.planner.task import Task
 from vllm_hsd.tools.planner.timing import Timing
@@ -126,7 +126,7 @@ def measure_profile(
         contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     here = _machine() | {"device": device}
     stages = Stages(
-        output.with_name(output.name + ".partial"),
+        partial_directory(output),
         task.fingerprint(contexts, system.versions(), here),
     )
     columns = *Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn()

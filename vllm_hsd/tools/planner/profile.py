@@ -288,6 +288,11 @@ def tables_file(path: Path) -> Path:
     return path.with_suffix(".safetensors")
 
 
+def partial_directory(path: Path) -> Path:
+    """Where the measurements of a profile lie until it is written."""
+    return path.with_name(path.name + ".partial")
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
