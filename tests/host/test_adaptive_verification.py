@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_t
 from vllm_hsd.cascade.adaptive_verification import MOST, BoundedConfidence, DraftConfidence
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.host.cascade_sampler import serve
-from vllm_hsd.host.draft_confidence import draft_confidence
 from vllm_hsd.host.head_sources import with_lookups
 
 
@@ -236,8 +235,8 @@ def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
     """
     engine = exact_engine(lengths, vocabulary=2, **keys)
     longest, target = engine.schedule.num_speculative_tokens, Table(2, 1)
-    size = MAX_NUM_REQS, longest, torch.device("cpu")
-    confidence = draft_confidence(*size, engine.state.lengths_of)
+    estimator = OnlineAcceptanceEstimator(MAX_NUM_REQS + 1, longest, torch.device("cpu"))
+    confidence = DraftConfidence(estimator, engine.state.lengths_of)
     engine.program.confidence, chosen, left_out = confidence, Chosen(engine), set()
     probs, slots = torch.zeros(1, longest), engine.index.long()
 

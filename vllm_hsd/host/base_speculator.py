@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -24,7 +25,6 @@ from vllm_hsd.config.sizes import schedule_of
 from vllm_hsd.errors import quoted
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.device_counts import DeviceCounts
-from vllm_hsd.host.draft_confidence import draft_confidence
 from vllm_hsd.host.draft_models import loading
 from vllm_hsd.host.request_parameters import RequestParameters
 
@@ -108,7 +108,9 @@ class BaseSpeculator(StandaloneARSpeculator):
         if not self.hsd.enable_adaptive_verification:
             return None
         longest = self.schedule.num_speculative_tokens
-        return draft_confidence(self.max_num_reqs, longest, self.device, self.state.lengths_of)
+        # The last slot is of no request.
+        estimator = OnlineAcceptanceEstimator(self.max_num_reqs + 1, longest, self.device)
+        return DraftConfidence(estimator, self.state.lengths_of)
 
     def _thresholds(self) -> DeviceThresholds | None:
         stopping = [options.stopping == "entropy" for options in self.hsd.options()]

@@ -27,7 +27,6 @@ from vllm_hsd.errors import UserError
 from vllm_hsd.host.branch_caches import OTHER_LAYOUT, BranchCaches
 from vllm_hsd.host.graphs import limit_batches
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, replace_on
-from vllm_hsd.host.registry import NONE_FILED
 from vllm_hsd.kernels import branch_kernels
 from vllm_hsd.kernels.blocks import aligned, padded_size
 from vllm_hsd.kernels.branch_walk import follow_branches
@@ -389,10 +388,9 @@ class HostedBranches:
 
 @REGISTRY.replaces_on_runner(
     _PREPARE,
-    ("self", "input_batch"),
+    "self input_batch",
     why="gives the branches of a draft positions, slots and blocks of their own",
     until=_UNTIL,
-    issue=NONE_FILED,
 )
 def prepare_attn(original, hosted: HostedBranches, input_batch):
     block_tables, slot_mappings = original(input_batch)
@@ -404,7 +402,6 @@ def prepare_attn(original, hosted: HostedBranches, input_batch):
     None,
     why="shows attention a row for every branch of a draft",
     until=_UNTIL,
-    issue=NONE_FILED,
 )
 def build_metadata(
     original,

@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from vllm_hsd.host.engine_hooks import NeedsHooks
 from vllm_hsd.host.hooks import REGISTRY, RUNNER
-from vllm_hsd.host.registry import NONE_FILED
 
 logger = logging.getLogger(__name__)
 # Kernels have variants for one request and for several.
@@ -22,10 +21,9 @@ _REQUESTS = 2
 
 @REGISTRY.replaces(
     f"{RUNNER}.initialize_kv_cache",
-    ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    "self kv_cache_config is_profiling kv_cache_allocation_context",
     why="runs vLLM's own warm-up of kernels on a CPU, where they were compiled in requests",
     until="vLLM's CPU worker warms its V2 runner up",
-    issue=NONE_FILED,
 )
 def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)

@@ -17,7 +17,6 @@ from vllm_hsd.cascade.proposal_state import COUNTS
 from vllm_hsd.cascade.schedule import Schedule
 from vllm_hsd.host import metrics
 from vllm_hsd.host.hooks import REGISTRY, RUNNER
-from vllm_hsd.host.registry import NONE_FILED
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +74,9 @@ class DeviceCounts:
 
 @REGISTRY.replaces_on_runner(
     f"{RUNNER}.sample_tokens",
-    ("self", "grammar_output"),
+    "self grammar_output",
     why="attaches the counts of every level to the step's output",
     until="vLLM carries a drafter's own statistics",
-    issue=NONE_FILED,
 )
 def sample_tokens(original, speculator: Any, grammar_output):
     output = original(grammar_output)

@@ -14,7 +14,6 @@ from vllm.v1.request import RequestStatus
 from vllm_hsd.host.adaptive import learn_lengths
 from vllm_hsd.host.engine_hooks import NeedsHooks
 from vllm_hsd.host.hooks import REGISTRY, SCHEDULER, replace_on
-from vllm_hsd.host.registry import NONE_FILED
 
 GET_DRAFT_TOKENS = "vllm.v1.worker.gpu.spec_decode.utils.DraftTokensHandler.get_draft_tokens"
 _ALLOCATE = "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots"
@@ -22,10 +21,9 @@ _ALLOCATE = "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots"
 
 @REGISTRY.replaces_on_runner(
     GET_DRAFT_TOKENS,
-    ("self",),
+    "self",
     why="hands drafts to the scheduler as long as they are where it waits for them",
     until="vLLM asks drafters for the lengths of their drafts",
-    issue=NONE_FILED,
 )
 def get_draft_tokens(original: Any, runner: Any) -> Any:
     """vLLM's placeholders, cut to the draft of each request; none for one that has no draft."""
@@ -49,7 +47,6 @@ def get_draft_tokens(original: Any, runner: Any) -> Any:
     why="puts a learned table in the place of the fixed one of draft lengths by batch size, and "
     "has as many slots reserved for every draft",
     until="a plugin can choose the draft length of a step, and vLLM reserves as many",
-    issue=NONE_FILED,
 )
 def make_scheduler(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
@@ -68,7 +65,6 @@ def make_scheduler(original, self, *args, **kwargs):
     why="reserves as many slots for every draft: where no block is free the scheduler may preempt "
     "the request itself, and must not drop its draft for what was drawn",
     until="vLLM does",
-    issue=NONE_FILED,
 )
 def allocate_slots(
     original, longest: int, request, num_new_tokens, *args, num_lookahead_tokens=0, **kwargs

@@ -7,26 +7,25 @@ from typing import Any
 
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.host.hooks import REGISTRY, SCHEDULER, install
-from vllm_hsd.host.registry import NONE_FILED
 
 _SPECULATION = "vllm.config.speculative.SpeculativeConfig"
 REGISTRY.overrides(
     {
         f"{_SPECULATION}.max_num_new_slots_for_drafting": ("slots of the drafts", None),
-        f"{_SPECULATION}.compute_hash": ("tells compiled cascades apart", ("self",)),
+        f"{_SPECULATION}.compute_hash": ("tells compiled cascades apart", "self"),
         f"{_SPECULATION}.verify_equal_vocab_size_if_draft_model": (
             "names the level whose vocabulary differs",
-            ("self",),
+            "self",
         ),
-        f"{_SPECULATION}.use_ngram": ("keeps the texts that lookups search", ("self",)),
-        f"{_SPECULATION}.use_eagle_block_drop": ("of levels that read target states", ("self",)),
+        f"{_SPECULATION}.use_ngram": ("keeps the texts that lookups search", "self"),
+        f"{_SPECULATION}.use_eagle_block_drop": ("of levels that read target states", "self"),
     }
 )
 REGISTRY.overrides(
     {
         f"{_SPECULATION}.draft_shares_target_positions": (
             "keeps a level's shorter context from the target",
-            ("self",),
+            "self",
         )
     },
     tested=("0.33",),
@@ -49,11 +48,10 @@ class NeedsHooks:
 
 @REGISTRY.replaces(
     "vllm.config.vllm.VllmConfig._get_v2_model_runner_unsupported_features",
-    ("self",),
+    "self",
     why="refuses what would have vLLM choose its V1 runner, and shows our configuration the "
     "scheduler's",
     until="vLLM has no other runner",
-    issue=NONE_FILED,
 )
 def unsupported_features_of_v2(original, self):
     features = original(self)
@@ -71,7 +69,6 @@ def unsupported_features_of_v2(original, self):
     "vllm.config.vllm.VllmConfig.num_lookahead_tokens",
     why="reserves the blocks in which branches of a draft are computed",
     until="vLLM verifies trees",
-    issue=NONE_FILED,
 )
 def reserve_for_branches():
     from vllm.config.vllm import VllmConfig
@@ -87,7 +84,7 @@ def reserve_for_branches():
 
 @REGISTRY.replaces(
     "vllm.sampling_params.SamplingParams._validate_spec_decode",
-    ("self", "speculative_config"),
+    "self speculative_config",
     why="allows min_p and logit_bias, which our samplers apply to every draft token; refuses a "
     "seed that would end the engine",
     until="vLLM's rejection samplers apply both, and vLLM refuses the seed",
@@ -107,11 +104,10 @@ def validate_spec_decode(original, self, speculative_config):
 
 @REGISTRY.replaces(
     f"{SCHEDULER}._update_request_as_session",
-    ("self", "session", "update"),
+    "self session update",
     why="goes on with a session behind the last token but one, as without speculation, where a "
     "turn ended inside an accepted draft",
     until="vLLM counts what was computed of a draft that a stop token ends",
-    issue=NONE_FILED,
 )
 def update_request_as_session(original, self, session, update):
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_hsd.config import platform
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, SCHEDULER
-from vllm_hsd.host.registry import NONE_FILED
 from vllm_hsd.host.request_keys import NUM_TOKENS
 
 # Name of the source in the counts.
@@ -97,10 +96,9 @@ def _constrained(manager: Any, request: Any) -> bool:
 
 @REGISTRY.replaces(
     f"{SCHEDULER}._update_after_schedule",
-    ("self", "scheduler_output"),
+    "self scheduler_output",
     why="tells the worker which drafts of a step a grammar has forced; vLLM hands it their lengths",
     until="vLLM drafts what a grammar forces",
-    issue=NONE_FILED,
 )
 def update_after_schedule(original: Any, self: Any, scheduler_output: Any) -> None:
     if waiting := getattr(self, ATTRIBUTE, None):
@@ -123,10 +121,9 @@ def update_after_schedule(original: Any, self: Any, scheduler_output: Any) -> No
 
 @REGISTRY.replaces_on_runner(
     UPDATE_REQUESTS,
-    ("self", "scheduler_output"),
+    "self scheduler_output",
     why="verifies what a grammar has forced in the place of the worker's own drafts",
     until="vLLM drafts what a grammar forces",
-    issue=NONE_FILED,
 )
 def update_requests(original: Any, speculator: Any, scheduler_output: Any) -> None:
     original(scheduler_output)

@@ -7,7 +7,6 @@ from typing import Any
 from vllm_hsd.host.engine_hooks import NeedsHooks
 from vllm_hsd.host.forced_tokens import force
 from vllm_hsd.host.hooks import REGISTRY, SCHEDULER
-from vllm_hsd.host.registry import NONE_FILED
 
 # Of what the scheduler hands to the worker: names of requests whose drafts a grammar has read.
 _READ = "hsd_read"
@@ -15,12 +14,11 @@ _READ = "hsd_read"
 
 @REGISTRY.replaces(
     f"{SCHEDULER}.update_draft_token_ids",
-    ("self", "draft_token_ids"),
+    "self draft_token_ids",
     why="schedules the draft token that a grammar refuses, to be verified with the target's row: "
     "without asynchronous scheduling, as on a CPU, vLLM ends the draft before it, and so by what "
     "was drawn; and puts what a grammar forces in the place of drafts",
     until="vLLM verifies it without asynchronous scheduling too",
-    issue=NONE_FILED,
 )
 def update_draft_token_ids(original: Any, self: Any, draft_token_ids: Any) -> None:
     forced = force(self, draft_token_ids)
@@ -44,10 +42,9 @@ def update_draft_token_ids(original: Any, self: Any, draft_token_ids: Any) -> No
 
 @REGISTRY.replaces(
     f"{SCHEDULER}.update_draft_token_ids_in_output",
-    ("self", "draft_token_ids", "scheduler_output"),
+    "self draft_token_ids scheduler_output",
     why="notes whose drafts a grammar reads, which are those of the worker's last step",
     until="vLLM tells drafts that a grammar refuses from those that it has not read",
-    issue=NONE_FILED,
 )
 def update_draft_token_ids_in_output(
     original: Any, self: Any, draft_token_ids: Any, scheduler_output: Any
@@ -59,11 +56,10 @@ def update_draft_token_ids_in_output(
 
 @REGISTRY.replaces(
     f"{SCHEDULER}.get_grammar_bitmask",
-    ("self", "scheduler_output"),
+    "self scheduler_output",
     why="ends drafts that no grammar has read before their first token, of a request that was not "
     "in the last step of asynchronous scheduling: the rows after it have no mask",
     until="vLLM tells drafts that a grammar refuses from those that it has not read",
-    issue=NONE_FILED,
 )
 def get_grammar_bitmask(original: Any, self: Any, scheduler_output: Any) -> Any:
     output, config = original(self, scheduler_output), self.vllm_config

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import SourcesLookup
@@ -21,7 +22,6 @@ from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import compile_schedule
 from vllm_hsd.cascade.vocabulary import readable
-from vllm_hsd.host.draft_confidence import draft_confidence
 from vllm_hsd.host.request_parameters import RequestParameters
 
 
@@ -60,11 +60,9 @@ class HeadSources:
     def confidence(self) -> DraftConfidence:
         """Of the drafts, in the place of the head's estimator of its own."""
         own: Any = self
-        return draft_confidence(
-            own.max_num_reqs,
-            own.num_speculative_steps,
-            own.device,
-            lambda slots: self.draft_length[slots],
+        size = own.max_num_reqs + 1, own.num_speculative_steps, own.device
+        return DraftConfidence(
+            OnlineAcceptanceEstimator(*size), lambda slots: self.draft_length[slots]
         )
 
     @torch.inference_mode()

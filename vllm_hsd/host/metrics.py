@@ -25,7 +25,6 @@ from vllm.v1.spec_decode.metrics import logger as vllm_logger
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.hooks import REGISTRY, SCHEDULER
-from vllm_hsd.host.registry import NONE_FILED
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,6 @@ class HsdSpecDecodingStats(SpecDecodingStats):
     "vllm.v1.metrics.stats.SchedulerStats.__annotations__",
     why="carries the counts per level to the front end: msgspec decodes by the annotation",
     until=_UNTIL,
-    issue=NONE_FILED,
 )
 def widen_statistics() -> None:
     # msgspec reads annotations once, when a process makes its first engine.
@@ -146,10 +144,9 @@ def widen_statistics() -> None:
 
 @REGISTRY.replaces(
     f"{SCHEDULER}.update_from_output",
-    ("self", "scheduler_output", "model_runner_output"),
+    "self scheduler_output model_runner_output",
     why="keeps the counts per level of a step's output, and tells what learns from steps",
     until=_UNTIL,
-    issue=NONE_FILED,
 )
 def update_from_output(original, self, scheduler_output, model_runner_output):
     if (step_ended := getattr(self, STEP_ENDED, None)) is not None:
@@ -161,17 +158,9 @@ def update_from_output(original, self, scheduler_output, model_runner_output):
 
 @REGISTRY.replaces(
     f"{SCHEDULER}.make_stats",
-    (
-        "self",
-        "spec_decoding_stats",
-        "kv_connector_stats",
-        "cudagraph_stats",
-        "perf_stats",
-        "ec_connector_stats",
-    ),
+    "self spec_decoding_stats kv_connector_stats cudagraph_stats perf_stats ec_connector_stats",
     why="adds the counts per level to the statistics of the step",
     until=_UNTIL,
-    issue=NONE_FILED,
 )
 def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
     if self.log_stats and (counts := _take(self)) is not None:
@@ -185,7 +174,7 @@ def make_stats(original, self, spec_decoding_stats=None, *args, **kwargs):
 
 @REGISTRY.replaces(
     f"{_METRICS}.SpecDecodingLogging.observe",
-    ("self", "spec_decoding_stats"),
+    "self spec_decoding_stats",
     why="gathers the counts per level for the log line",
     until=_UNTIL,
     issue=LOGGER_PLUGINS,
@@ -199,7 +188,7 @@ def observe(original, self, spec_decoding_stats):
 
 @REGISTRY.replaces(
     f"{_METRICS}.SpecDecodingLogging.log",
-    ("self", "log_fn"),
+    "self log_fn",
     why="prints the counts per level after vLLM's own line",
     until=_UNTIL,
     issue=LOGGER_PLUGINS,
@@ -213,7 +202,7 @@ def log(original, self, *args, **kwargs):
 
 @REGISTRY.replaces(
     f"{_METRICS}.SpecDecodingProm.observe",
-    ("self", "spec_decoding_stats", "engine_idx"),
+    "self spec_decoding_stats engine_idx",
     why="counts per level for /metrics",
     until=_UNTIL,
     issue=LOGGER_PLUGINS,
@@ -236,16 +225,11 @@ def places_of(owner: Any) -> int:
 @REGISTRY.replaces(
     f"{SCHEDULER}.make_spec_decoding_stats",
     (
-        "self",
-        "spec_decoding_stats",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "num_invalid_spec_tokens",
-        "request_id",
+        "self spec_decoding_stats num_draft_tokens num_accepted_tokens "
+        "num_invalid_spec_tokens request_id"
     ),
     why="counts accepted tokens by their place in a draft, not among all branches",
     until="vLLM verifies trees",
-    issue=NONE_FILED,
 )
 def make_spec_decoding_stats(original, self, spec_decoding_stats, *args, **kwargs):
     if spec_decoding_stats is None:
@@ -255,10 +239,9 @@ def make_spec_decoding_stats(original, self, spec_decoding_stats, *args, **kwarg
 
 @REGISTRY.replaces(
     f"{SCHEDULER}.add_request",
-    ("self", "request"),
+    "self request",
     why="sizes the histogram of a request by the longest draft, not by all branches",
     until="vLLM verifies trees",
-    issue=NONE_FILED,
 )
 def add_request(original, self, request):
     original(self, request)
@@ -268,10 +251,9 @@ def add_request(original, self, request):
 
 @REGISTRY.replaces(
     f"{_METRICS}.SpecDecodingProm.__init__",
-    ("self", "speculative_config", "labelnames", "per_engine_labelvalues", "is_diffusion"),
+    "self speculative_config labelnames per_engine_labelvalues is_diffusion",
     why="names the places of the longest draft in /metrics, not those of all branches",
     until="vLLM verifies trees",
-    issue=NONE_FILED,
 )
 def init_prometheus(original, self, speculative_config, *args, **kwargs):
     if (hsd := getattr(speculative_config, "hsd", None)) is not None:

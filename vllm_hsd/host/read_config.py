@@ -17,7 +17,7 @@ ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 
 @REGISTRY.replaces(
     ENTRANCE,
-    ("self", "target_model_config", "target_parallel_config"),
+    "self target_model_config target_parallel_config",
     why="reads method 'hsd' and rejection_sample_method; LLM() and `vllm serve` both call it",
     until="vLLM lets a plugin register a speculative method",
     issue=PLUGIN_ISSUE,

@@ -12,11 +12,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import pkgutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pkgutil import resolve_name as resolve
+from typing import Literal
 
 from vllm_hsd.errors import UserError
 
@@ -43,8 +43,8 @@ class Hook:
         how: "replaced" in its class or module; "changed" in place; "on runner" replaced on one
             runner instance; "overridden" in a subclass of ours.
         why: purpose of the dependency.
-        parameters: parameter names in order; None for what is not a function. Where releases
-            differ, a tuple of such tuples.
+        parameters: names of parameters in order, separated by spaces; None for what is not a
+            function. Where releases differ, a tuple of such.
         issue: vLLM issue or pull request about what makes it necessary, or NONE_FILED; empty for
             what is only overridden.
         until: when the dependency can go.
@@ -54,7 +54,7 @@ class Hook:
     name: str
     how: How
     why: str
-    parameters: tuple | None = None
+    parameters: str | tuple[str, ...] | None = None
     issue: str = ""
     until: str = ""
     tested: tuple[str, ...] = TESTED
@@ -82,7 +82,9 @@ class Registry:
         self.hooks[hook.name] = hook
 
     def overrides(
-        self, names: Mapping[str, tuple[str, tuple | None]], tested: tuple[str, ...] = TESTED
+        self,
+        names: Mapping[str, tuple[str, str | tuple[str, ...] | None]],
+        tested: tuple[str, ...] = TESTED,
     ) -> None:
         """Add names that subclasses of ours override: name -> (why, parameters)."""
         for name, (why, parameters) in names.items():
@@ -91,11 +93,11 @@ class Registry:
     def replaces(
         self,
         name: str,
-        parameters: tuple | None = None,
+        parameters: str | tuple[str, ...] | None = None,
         *,
         why: str,
         until: str = "",
-        issue: str = "",
+        issue: str = NONE_FILED,
         how: How = "replaced",
     ) -> Callable[[Callable], Callable]:
         """Register the decorated function as the replacement of a function or method of vLLM.
@@ -213,16 +215,9 @@ def fault_of(hook: Hook) -> str | None:
         return f"{hook.name} is not there ({error})."
     if hook.parameters is None:
         return None
-    found = inspect.unwrap(found)
-    parameters = tuple(inspect.signature(found).parameters)
-    several = hook.parameters and isinstance(hook.parameters[0], tuple)
-    tested = hook.parameters if several else (hook.parameters,)
+    parameters = " ".join(inspect.signature(inspect.unwrap(found)).parameters)
+    tested = (hook.parameters,) if isinstance(hook.parameters, str) else hook.parameters
     if parameters not in tested:
-        expected = " or ".join(f"({', '.join(names)})" for names in tested)
-        return f"{hook.name} takes ({', '.join(parameters)}), not {expected}."
+        expected = " or ".join(f"({each.replace(' ', ', ')})" for each in tested)
+        return f"{hook.name} takes ({parameters.replace(' ', ', ')}), not {expected}."
     return None
-
-
-def resolve(name: str) -> Any:
-    """Object with a dotted name; raises AttributeError or ImportError where there is none."""
-    return pkgutil.resolve_name(name)

@@ -19,17 +19,16 @@ from vllm_hsd.config import platform
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.engine_hooks import NeedsHooks
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, replace_on
-from vllm_hsd.host.registry import NONE_FILED, PLUGIN_ISSUE
+from vllm_hsd.host.registry import PLUGIN_ISSUE
 
 _LORA_INPUTS = "vllm.v1.worker.gpu.lora_utils.LoraState.make_lora_inputs"
 
 
 @REGISTRY.replaces(
     f"{RUNNER}.load_model",
-    ("self", "load_dummy_weights", "args", "model", "kwargs"),
+    "self load_dummy_weights args model kwargs",
     why="puts our verifier in the place of vLLM's once the runner has made its sampler and drafter",
     until="vLLM lets a plugin choose the rejection sampler",
-    issue=NONE_FILED,
 )
 def load_model(original, self, *args, **kwargs):
     from vllm_hsd.host.draft_models import loading
@@ -62,10 +61,9 @@ def load_model(original, self, *args, **kwargs):
 
 @REGISTRY.replaces(
     f"{RUNNER}.get_kv_cache_spec",
-    ("self",),
+    "self",
     why="keeps caches whole where levels read late, on a CPU: vLLM frees blocks before a window",
     until="vLLM tells a drafter which blocks it has freed",
-    issue=NONE_FILED,
 )
 def get_kv_cache_spec(original, self):
     specs, levels = original(self), getattr(self.speculative_config, "level_configs", [])
@@ -82,11 +80,10 @@ def get_kv_cache_spec(original, self):
 
 @REGISTRY.replaces_on_runner(
     _LORA_INPUTS,
-    ("self", "req_ids", "idx_mapping", "num_scheduled_tokens"),
+    "self req_ids idx_mapping num_scheduled_tokens",
     why="gives every row of a draft its request's adapter of the target's last layer; vLLM has one "
     "row for each request",
     until="vLLM does so",
-    issue=NONE_FILED,
 )
 def make_lora_inputs(original, states, req_ids, idx_mapping, num_scheduled_tokens):
     requests, tokens, adapters = original(req_ids, idx_mapping, num_scheduled_tokens)
@@ -137,7 +134,7 @@ def new_draft_model_speculator(original, cls, vllm_config, *args, **kwargs):
 
 @REGISTRY.replaces_on_runner(
     f"{RUNNER}.finish_requests",
-    ("self", "scheduler_output"),
+    "self scheduler_output",
     why="shares the outputs of requests before their slots are given to others",
     until="vLLM tells drafters of the V2 runner which requests end",
     issue=PLUGIN_ISSUE,

@@ -105,20 +105,9 @@ def _token_ids(value: object, model_config: Any, tokenizer: Any) -> list[int]:
 @REGISTRY.replaces(
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
     (
-        "self",
-        "request_id",
-        "prompt",
-        "params",
-        "supported_tasks",
-        "arrival_time",
-        "lora_request",
-        "tokenization_kwargs",
-        "trace_headers",
-        "priority",
-        "data_parallel_rank",
-        "resumable",
-        "session_id",
-        "kv_hints",
+        "self request_id prompt params supported_tasks arrival_time lora_request "
+        "tokenization_kwargs trace_headers priority data_parallel_rank resumable "
+        "session_id kv_hints"
     ),
     why="checks what a request says of its drafts where its tokenizer is",
     until="vLLM has a field for predicted outputs and for the draft length of a request",
@@ -138,7 +127,7 @@ def process_inputs(original, self, request_id, prompt, params, *args, **kwargs):
 
 @REGISTRY.replaces(
     "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest.to_sampling_params",
-    ("self", "max_tokens", "default_sampling_params"),
+    "self max_tokens default_sampling_params",
     why="reads the field `prediction` of OpenAI's chat API, which vLLM passes over",
     until="vLLM reads it",
     issue="vllm-project/vllm#10137",

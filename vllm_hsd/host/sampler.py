@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.host.hooks import REGISTRY, replace_on
-from vllm_hsd.host.registry import NONE_FILED
 from vllm_hsd.host.request_parameters import RequestParameters
 from vllm_hsd.host.stock_drafters import KeptDrafts
 from vllm_hsd.kernels.blocks import aligned
@@ -146,27 +145,13 @@ class BlockRejectionSampler(RejectionSampler):
             aligned, (draft_sampled, verify_draft_sampled, pos, idx_mapping, expanded_idx_mapping)
         )
         self.verified = expanded_idx_mapping, idx_mapping_np
+        where = expanded_idx_mapping, idx_mapping, idx_mapping_np, pos
         processed, is_scaled = self.target_logits(
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            draft_sampled,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
+            logits, *where, draft_sampled, expanded_local_pos, seq_lens_upper_bound_np
         )
-        sampled, num_sampled = self.verdict(
-            processed,
-            is_scaled,
-            draft_logits,
-            verify_draft_sampled,
-            cu_num_logits,
-            idx_mapping,
-            self.longest,
-            pos,
-            self.thresholds(processed, is_scaled, expanded_idx_mapping, idx_mapping_np),
-        )
+        thresholds = self.thresholds(processed, is_scaled, expanded_idx_mapping, idx_mapping_np)
+        drafts = draft_logits, verify_draft_sampled, cu_num_logits, idx_mapping, self.longest, pos
+        sampled, num_sampled = self.verdict(processed, is_scaled, *drafts, thresholds)
         return processed, sampled, num_sampled
 
     def _get_logprobs_tensors(
@@ -269,10 +254,9 @@ class BlockRejectionSampler(RejectionSampler):
 
 @REGISTRY.replaces_on_runner(
     f"{_STATES}.add_request",
-    ("self", "req_idx", "sampling_params"),
+    "self req_idx sampling_params",
     why="tells requests that need no more than our kernels apply: temperature, top-k, top-p, min-p",
     until="vLLM's kernels apply them",
-    issue=NONE_FILED,
 )
 def add_sampling_state(original, sampler: BlockRejectionSampler, req_idx, sampling_params):
     sampler.stock_filtered[req_idx] = original(req_idx, sampling_params)
@@ -282,10 +266,9 @@ def add_sampling_state(original, sampler: BlockRejectionSampler, req_idx, sampli
 
 @REGISTRY.replaces_on_runner(
     f"{_SAMPLER}.add_request",
-    ("self", "req_idx", "sampling_params"),
+    "self req_idx sampling_params",
     why="remembers requests that need more than our kernels apply, and what they say of drafts",
     until="vLLM's kernels apply temperature, top-k, top-p and min-p",
-    issue=NONE_FILED,
 )
 def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_params):
     original(req_idx, sampling_params)
@@ -306,20 +289,11 @@ def add_request(original, sampler: BlockRejectionSampler, req_idx, sampling_para
 @REGISTRY.replaces_on_runner(
     f"{_SAMPLER}.sample",
     (
-        "self",
-        "logits",
-        "expanded_idx_mapping",
-        "idx_mapping",
-        "idx_mapping_np",
-        "pos",
-        "input_ids",
-        "expanded_local_pos",
-        "seq_lens_upper_bound_np",
-        "return_logprobs",
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids "
+        "expanded_local_pos seq_lens_upper_bound_np return_logprobs"
     ),
     why="draws the token of a step without drafts as a verification does",
     until="vLLM's samplers draw all tokens of a request from one stream of uniforms",
-    issue=NONE_FILED,
 )
 def sample(
     original,

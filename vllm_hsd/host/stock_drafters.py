@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm_hsd.cascade.schedule import first_draw
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.hooks import REGISTRY, replace_on
-from vllm_hsd.host.registry import NONE_FILED
 from vllm_hsd.host.request_parameters import RequestParameters
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.keep_rows import keep_rows
@@ -28,15 +27,8 @@ from vllm_hsd.kernels.sample_row import sample_row
 
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator"
 _SAMPLE_DRAFT = (
-    "self",
-    "hidden_states",
-    "sample_src_positions",
-    "idx_mapping",
-    "temperature",
-    "seeds",
-    "draft_step",
-    "draft_logits",
-    "spec_step_idx",
+    "self hidden_states sample_src_positions idx_mapping temperature seeds "
+    "draft_step draft_logits spec_step_idx"
 )
 
 # Classes of vLLM's that draw every draft token by `sample_draft`, and those that write rows of
@@ -112,10 +104,9 @@ class KeptDrafts:
 
 @REGISTRY.replaces_on_runner(
     f"{_SPECULATOR}.sample_draft",
-    (_SAMPLE_DRAFT, (*_SAMPLE_DRAFT, "num_steps")),
+    (_SAMPLE_DRAFT, f"{_SAMPLE_DRAFT} num_steps"),
     why="draws a draft token, filtered as its request, and keeps its row's logsumexp",
     until="vLLM's drafters draw with uniforms that block verification meets once",
-    issue=NONE_FILED,
 )
 def sample_draft(
     original,

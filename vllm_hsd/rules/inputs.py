@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -61,16 +61,6 @@ class ChainBatch:
         if draft_probs is not None:
             draft_rows[valid] = np.arange(len(token_ids))
         return cls(target_probs, target_rows, draft_probs, draft_rows, tokens, lengths)
-
-    def of(self, requests: np.ndarray) -> ChainBatch:
-        """The batch of some of the requests, [k] int64, over the same rows."""
-        return replace(
-            self,
-            target_rows=self.target_rows[requests],
-            draft_rows=self.draft_rows[requests],
-            tokens=self.tokens[requests],
-            lengths=self.lengths[requests],
-        )
 
     @property
     def size(self) -> int:
