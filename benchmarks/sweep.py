@@ -332,8 +332,10 @@ def fill(
         a sentence for every greedy difference that is no near tie of the target.
     """
     faults: list[str] = []
+    size = {"max_tokens": chosen.max_tokens}
+    size |= {"dtype": chosen.dtype} if chosen.dtype != "auto" else {}
     for group in groups:
-        names, size = (PLAIN, *group.configs), {"max_tokens": chosen.max_tokens}
+        names = PLAIN, *group.configs
         cells = [
             cell
             for cell in group.cells(sets)

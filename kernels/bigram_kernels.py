@@ -47,6 +47,8 @@ def bigram_rows_kernel(
     window_ptr += request * window_stride
     # Padding has no tokens.
     token = tl.load(window_ptr + end - 1, mask=tl.load(slot_ptr + request) >= 0, other=0)
+    # A lookup may have drafted a placeholder that the vocabulary has not: nothing is kept after it.
+    token = tl.where(token < vocab_size, token, 0)
     pair = tl.load(starts_ptr + token)
     stop = tl.load(starts_ptr + token + 1)
     distinct = (stop - pair).to(tl.float32)

@@ -60,10 +60,12 @@ TINY, REAL = (4, 2048), (1, 256)
 
 def measured_profile(path: Path, found: Acceptances, prompts: int, timing: Timing) -> Profile:
     """A new profile, by measured acceptance; the engines are timed in turn."""
-    latencies = timing.measure(path.with_name("timing.json"))
+    timed = path.with_name("timing.json")
+    latencies = timing.measure(timed)
     used = Prompts(file="prompts.jsonl", prompts=prompts, contexts=found.positions)
     profile = make_profile(timing.task, found, used, latencies)
     profile.save(path)
+    timed.unlink()
     return profile
 
 

@@ -113,6 +113,12 @@ def test_a_step_without_a_search_is_not_charged_for_the_last_one():
     assert 0.0 in charged and max(charged) > 0.0
 
 
+def test_a_search_that_the_clock_does_not_see_is_no_reason_to_stop():
+    budget = DraftBudget([DraftingLevel(8, 8, looks_up=True)], 4)
+    budget.times[-1].observe(1, 0.03)
+    budget.searched(1, 0.0, 0.5)
+
+
 @pytest.mark.parametrize(
     ("sizes", "search", "known", "least"),
     [([12, 24] * 30, 0.1 * cpu(12), 20, 0.98), (range(64, 8, -1), 0.1 * cpu(32), 0, 0.97)],

@@ -16,10 +16,13 @@ CPU = torch.device("cpu")
 VOCABULARY = 70
 
 
-def rows_and_expected(seed: int, dtype: torch.dtype = torch.float32, lost: int = 0):
+def rows_and_expected(
+    seed: int, dtype: torch.dtype = torch.float32, lost: int = 0, last: tuple[int, int] = (2, 2)
+):
     """Probabilities [rows, V] after drafts and for verifications, on the device and by hand.
 
-    The device does not know of `lost` times that each pair was seen.
+    The device does not know of `lost` times that each pair was seen. `last` is a drafted token, on
+    the device and by hand.
     """
     rng = np.random.default_rng(seed)
     texts = [rng.zipf(1.5, 300) % 65, np.arange(60), np.array([7])]
@@ -32,7 +35,8 @@ def rows_and_expected(seed: int, dtype: torch.dtype = torch.float32, lost: int =
     cascade_steps.stage(state, schedule, **tensors)
     first = schedule.window
     draft = torch.from_numpy(rng.integers(0, VOCABULARY, (4, 3)))
-    draft[0] = torch.tensor([69, 1, 2])  # after 69 nothing was seen, after 1 and 2 much
+    # After 69 nothing was seen, after 1 and 2 much.
+    draft[0] = torch.tensor([69, 1, last[0]])
     state.window[:, first : first + 3] = draft.int()
     state.end += torch.tensor([3, 2, 0, 1], dtype=torch.int32)
     state.slot[3] = -1
@@ -45,7 +49,8 @@ def rows_and_expected(seed: int, dtype: torch.dtype = torch.float32, lost: int =
             end = int(state.end[b])
             for i in range(rows):
                 until = end if isinstance(op, Draft) else min(first + i, end)
-                expected.append(pairs.distribution(int(state.window[b, until - 1])))
+                token = int(state.window[b, until - 1])
+                expected.append(pairs.distribution(last[1] if token == last[0] else token))
     return torch.cat(found), torch.from_numpy(np.stack(expected)).float()
 
 
@@ -63,6 +68,12 @@ def test_rows_are_of_the_models_type():
     """So that what another level passes on keeps its precision."""
     found, expected = rows_and_expected(0, torch.bfloat16)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("placeholder", [VOCABULARY, VOCABULARY + 400, 1 << 30])
+def test_a_placeholder_from_outside_the_vocabulary_is_token_0(placeholder):
+    """As a lookup drafts it from the prompt of a model that reads pictures."""
+    torch.testing.assert_close(*rows_and_expected(0, last=(placeholder, 0)), rtol=2e-5, atol=1e-9)
 
 
 def test_a_lost_pair_is_seen():

@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         found = {
-            "/v1/models": {"data": [{"id": "markov", "owned_by": self.owner}]},
+            "/v1/models": {"data": [{"id": "/models/markov", "owned_by": self.owner}]},
             "/get_server_info": {"version": "0.5"},
             "/props": {"build_info": "b1"},
             "/version": {"version": "0"},

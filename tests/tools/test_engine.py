@@ -4,6 +4,7 @@ import operator
 import os
 import sys
 import time
+from unittest import mock
 
 import pytest
 from support.engines import ENGINE_DEFAULTS, forked, started
@@ -13,6 +14,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools import engine as engine_process
 from vllm_hsd.tools.engine import EngineProcess
 from vllm_hsd.tools.worker_process import WorkerProcess, engine_environment
 
@@ -51,7 +53,7 @@ def test_a_dead_process_is_reported_and_closed(worker):
 def test_a_killed_process_names_its_signal(worker, number, said):
     with pytest.raises(UserError, match=f"signal {said}"):
         worker.call(os.kill, worker.call(os.getpid), number)
-    assert worker.killed == (number == 9)
+    assert worker.ended_by(number) and not worker.ended_by(13 - number)
 
 
 def test_an_error_of_the_caller_ends_a_busy_process_at_once():
@@ -141,6 +143,16 @@ def test_engines_that_cannot_start_say_why(family, tmp_path):
     ):
         engine.generate([[1, 2]], {})
     assert "Traceback" in log.read_text()
+
+
+def test_the_size_of_a_cache_is_the_one_that_is_given(monkeypatch):
+    """An environment variable, which vLLM prefers, is for engines without one."""
+    monkeypatch.setattr("vllm.LLM", mock.Mock())
+    monkeypatch.setattr(engine_process, "_engine", None)
+    for arguments, expected in (({}, "40"), ({"kv_cache_memory_bytes": 1 << 26}, None)):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+        engine_process._load(arguments)
+        assert os.environ.get("VLLM_CPU_KVCACHE_SPACE") == expected
 
 
 def test_nothing_is_preloaded_whose_path_the_loader_would_split(tmp_path, monkeypatch):

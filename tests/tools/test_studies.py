@@ -114,10 +114,10 @@ def measure(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sweep, "started", started)
 
-    def run(configs="abc"):
+    def run(configs="abc", dtype="auto"):
         table = Table(tmp_path / "table.csv")
         groups = [Group(name, dict.fromkeys(configs, CONFIG), [0.0, 0.5]) for name in ("g", "h")]
-        sweep.fill(table, groups, argparse.Namespace(max_tokens=5), "wxyz", SETS)
+        sweep.fill(table, groups, argparse.Namespace(max_tokens=5, dtype=dtype), "wxyz", SETS)
         return table.rows
 
     return run
@@ -134,7 +134,11 @@ def test_a_run_goes_on_where_it_was_stopped(measure, monkeypatch):
     rows = measure()
     keys = [(row["group"], row["set"], row["temperature"], row["configuration"]) for row in rows]
     assert len(keys) == len(set(keys))
+    monkeypatch.setattr(FakeEngines, "breaks_at", [1])
     assert len(measure()) == len(rows)
+    with pytest.raises(KeyboardInterrupt):
+        measure(dtype="another")
+    monkeypatch.setattr(FakeEngines, "breaks_at", None)
     # A configuration that was left out is measured next to the others, which are measured again.
     assert len(measure("abcd")) == len(rows) // 4 * 5
 

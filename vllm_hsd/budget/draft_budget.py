@@ -379,7 +379,8 @@ class DraftBudget:
     def searched(self, size: int, seconds: float, gained: float) -> None:
         """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""
         self.times[0].observe(size, seconds)
-        if self.target == 1 and not self.times[1].empty:
+        # A clock may be too coarse to see a search.
+        if self.target == 1 and not (self.times[0].empty or self.times[1].empty):
             cost = self.goodput[0].rate(size) * self.times[0].seconds(size)
             self.searches.observe(self.times[0].nearest(size), size, gained, cost)
 

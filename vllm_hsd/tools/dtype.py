@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -64,7 +65,10 @@ def choose_dtype(model: str, given: Mapping[str, Any] | None = None) -> Choice:
     Raises:
         UserError: the model's configuration cannot be read, or float32 does not run either.
     """
-    shapes = probe_shapes(model, given or {})
+    config = _config(model, given or {})
+    if (method := _method_of_16_bits(config)) is not None:
+        return Choice(FAST, f"vLLM has no kernels of float32 for weights of '{method}'")
+    shapes = probe_shapes(config)
     found, threads = system.versions(), os.environ.get("OMP_NUM_THREADS", "")
     parts = [system.processor(), system.cores(), threads, found.get("torch"), found.get("vllm")]
     text = json.dumps([*parts, sorted(system.flags()), sorted(shapes.items())])
@@ -102,19 +106,38 @@ def cpu_defaults(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def probe_shapes(model: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Keys of a Llama configuration with the model's widths and about PROBE_PARAMETERS.
-
-    Raises:
-        UserError: the model's configuration cannot be read.
-    """
+def _config(model: str, given: Mapping[str, Any]) -> Any:
+    """The model's configuration, of transformers."""
     from transformers import AutoConfig
 
+    keys = {key: given[key] for key in ("revision", "trust_remote_code") if key in given}
     try:
-        keys = {key: given[key] for key in ("revision", "trust_remote_code") if key in given}
-        config = AutoConfig.from_pretrained(model, **keys).get_text_config()
+        return AutoConfig.from_pretrained(model, **keys)
     except (OSError, ValueError) as error:
         raise UserError(f"the model '{model}' has no configuration ({brief(error)}).") from None
+
+
+def _method_of_16_bits(config: Any) -> str | None:
+    """A quantization method whose weights vLLM serves in 16 bits alone, if the model has one."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method is None:
+        return None
+    import torch
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    try:
+        kind: Any = get_quantization_config(method)
+    except ValueError:  # vLLM says so itself when it reads the model
+        return None
+    # A method of the class in some, of its objects in others, which look at nothing.
+    dtypes = object.__new__(kind).get_supported_act_dtypes()
+    return None if torch.float32 in dtypes else method
+
+
+def probe_shapes(config: Any) -> dict[str, int]:
+    """Keys of a Llama configuration with the model's widths and about PROBE_PARAMETERS."""
+    config = config.get_text_config()
     hidden = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or max(hidden // 64, 1)
     inner = getattr(config, "intermediate_size", None)
@@ -162,10 +185,11 @@ def _probe(shapes: Mapping[str, int]) -> Choice:
                     for tokens in STEP_TOKENS
                 ]
             except UserError as error:
-                if fast.killed or exact.killed:
+                if any(engine.ended_by(signal.SIGKILL) for engine in (fast, exact)):
                     why = "the system ended a probe of bfloat16, as it does where memory is short"
                     return Choice(EXACT, why, lasts=False)
-                return Choice(EXACT, f"bfloat16 does not run on this CPU: {brief(error)}")
+                why = f"bfloat16 does not run on this CPU: {brief(error)}"
+                return Choice(EXACT, why, lasts=fast.ended_by(signal.SIGILL))
     figures = " and ".join(f"{ratio:.2f}" for ratio in ratios)
     reason = (
         f"a bfloat16 step over {' and '.join(map(str, STEP_TOKENS))} tokens takes {figures} of a "

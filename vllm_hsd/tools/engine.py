@@ -175,6 +175,9 @@ def _load(engine_args: dict[str, Any]) -> None:
     if read_on_host():
         # There vLLM cannot load what a start has compiled ahead, see `known_faults`.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    if "kv_cache_memory_bytes" in engine_args:
+        # vLLM would take it in the place of the size that is given.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     from vllm import LLM
 
     _engine = LLM(**_with_configs(engine_args))

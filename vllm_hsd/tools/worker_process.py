@@ -87,10 +87,9 @@ class WorkerProcess:
             self._process.kill()
             self._process.join()
 
-    @property
-    def killed(self) -> bool:
-        """Whether the process has ended by SIGKILL, the system's where memory is short."""
-        return bool(self._process.exitcode == -signal.SIGKILL)
+    def ended_by(self, number: signal.Signals) -> bool:
+        """Whether a signal has ended the process: SIGKILL is the system's where memory is short."""
+        return bool(self._process.exitcode == -number)
 
     def _send(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

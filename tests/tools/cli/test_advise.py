@@ -59,6 +59,24 @@ def test_the_drafter_that_a_checkpoint_brings(text_family, tmp_path):
     assert target_of(head) == ("some/target", eagle3)
 
 
+KIMI = {"kda_layers": [1], "full_attn_layers": [2]}
+
+
+@pytest.mark.parametrize(
+    ("config", "recurrent"),
+    [
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}, False),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, True),
+        ({"model_type": "kimi_linear", "linear_attn_config": KIMI}, True),
+        ({"model_type": "llama"}, False),
+    ],
+    ids=str,
+)
+def test_members_of_a_family_with_and_without_a_state(config, recurrent, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **config}))
+    assert advise.situation_of(str(tmp_path), None).recurrent == recurrent
+
+
 def test_what_is_said_of_a_model_with_layers_that_draft(text_family, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(advise, "choose_dtype", lambda model: Choice("float32", "it is faster"))
     mtp = write_mtp_target(text_family.target, tmp_path / "mtp")

@@ -294,6 +294,7 @@ def test_gaps_below_a_grammar_are_those_of_two_tokens(fakes, tmp_path, monkeypat
         ("--batch-sizes", "0,4", "--batch-sizes must be at least 1"),
         ("--temperatures", "-1", "--temperatures must be at least 0"),
         ("--temperatures", "nan", "--temperatures must be at least 0"),
+        ("--temperatures", "0.005", "--temperatures must be 0 or at least 0.01"),
         ("--rounds", "0", "--rounds must be at least 1"),
         ("--max-tokens", "0", "--max-tokens must be at least 1"),
         ("--prompts", "nowhere.jsonl", "nowhere.jsonl"),

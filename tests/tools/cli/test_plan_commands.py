@@ -55,6 +55,14 @@ def test_plans_of_several_batch_sizes_write_all_or_nothing(tmp_path, capsys, mon
     assert {path: path.read_bytes() for path in cascades} == before
 
 
+def test_a_plan_for_a_large_batch_drafts_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Profile(**plain_profile((64, 100))).save("p.json")
+    assert run("plan", "p.json", "--batch-sizes", "64,100") == 0
+    found = [json.loads(Path(f"cascade-batch{n}.json").read_text()) for n in (64, 100)]
+    assert [each.get("disable_by_batch_size") for each in found] == [None, 100]
+
+
 def test_a_profile_of_another_machine_is_planned_with_a_warning(tmp_path, capsys):
     elsewhere = {"versions": {"vllm": "0.1.0"}, "machine": {"processor": "Abacus 9"}}
     path = tmp_path / "profile.json"

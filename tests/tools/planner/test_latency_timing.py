@@ -24,14 +24,20 @@ from vllm_hsd.tools.planner.timing import Timing
 MODEL_AND_EXIT = candidates(models=["m"], exits=[2])
 
 
-def make_timing(tmp_path, candidates=MODEL_AND_EXIT):
+def make_timing(tmp_path, candidates=MODEL_AND_EXIT, sizes=(1, 4)):
     engine = {"dtype": "float32"}
-    task = Task("t", candidates, max_draft_tokens=8, batch_sizes=[1, 4], engine_args=engine)
+    task = Task("t", candidates, max_draft_tokens=8, batch_sizes=[*sizes], engine_args=engine)
     return Timing(task, [[1, 2]], 50, tmp_path)
 
 
 def shapes(found):
     return [(tuple(s["levels"]), tuple(s["draft_lengths"])) for s in found if s["batch"] == 1]
+
+
+def test_batches_of_any_size_draft_while_they_are_timed(tmp_path):
+    for sizes, most in (((1, 4), 64), ((1, 128), 128)):
+        found = make_timing(tmp_path, sizes=sizes).engine_args(speculative=True)
+        assert found["speculative_config"]["disable_by_batch_size"] == most
 
 
 def test_every_candidate_drafts_and_verifies_and_the_target_verifies_every_length(tmp_path):

@@ -22,11 +22,13 @@ class Drafter:
         name: for the report.
         model: path or name.
         temperature_scale: factor on the requests' temperatures.
+        keys: of vLLM, which say what the model's files are.
     """
 
     name: str
     model: str
     temperature_scale: float = 1.0
+    keys: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
     cascade = CascadeConfig.parse({k: v for k, v in config.items() if k != "method"})
     every: list[Any] = [source for level in cascade.levels for source in level.drafters]
     served = dict.fromkeys(
-        _drafter(source.model, source.temperature_scale)
+        _drafter(source.model, source.temperature_scale, source.model_keys)
         for source in every
         if source.kind == "model"
     )
@@ -79,9 +81,10 @@ def keeps_seeds(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _drafter(model: str, scale: float) -> Drafter:
-    name = short_name(model)
-    return Drafter(name if scale == 1 else f"{name} x {scale:g}", model, scale)
+def _drafter(model: str, scale: float, given: Mapping[str, Any]) -> Drafter:
+    name, known = short_name(model), ("code_revision", "quantization", "revision")
+    keys = tuple((key, given[key]) for key in known if key in given)
+    return Drafter(name if scale == 1 else f"{name} x {scale:g}", model, scale, keys)
 
 
 def short_name(model: str) -> str:

@@ -161,13 +161,13 @@ def situation_of(model: str, drafter: dict[str, Any] | None) -> Situation:
     with _reading(model):
         config = get_config(model, trust_remote_code=False).get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
-    states = ("ssm_cfg", "mamba_d_state", "state_size", "ssm_state_size", "linear_num_key_heads")
-    return Situation(
-        device=current_platform.device_type,
-        drafter=drafter,
-        recurrent=bool(kinds & {"linear_attention", "mamba", "recurrent", "conv"})
-        or any(hasattr(config, name) for name in states),
-    )
+    states = {"ssm_cfg", "mamba_d_state", "state_size", "ssm_state_size", "linear_num_key_heads"}
+    states |= {"linear_attn_config"}
+    recurrent = bool(kinds & {"linear_attention", "mamba", "recurrent", "conv"})
+    # A family's configuration may describe states that this member has not.
+    if not kinds or not all(kind.endswith("attention") for kind in kinds):
+        recurrent |= any(hasattr(config, name) for name in states)
+    return Situation(current_platform.device_type, drafter, recurrent)
 
 
 def _options(*configs: dict[str, Any] | None) -> list[str]:

@@ -30,6 +30,8 @@ DEFAULT_PROMPTS = (
     "Translate into French: Where is the nearest train station?",
     "Give three reasons to learn a second language.",
 )
+# Lower ones above 0 are raised to it by vLLM.
+LEAST_TEMPERATURE = 0.01
 
 
 def add_parser(commands: Any) -> None:
@@ -75,7 +77,7 @@ def command(arguments: argparse.Namespace) -> int:
         arguments,
         arguments.speculative_config or [],
         batch_sizes=in_order(arguments.batch_sizes, "--batch-sizes", 1),
-        temperatures=in_order(arguments.temperatures, "--temperatures", 0),
+        temperatures=temperatures(arguments),
         max_tokens=arguments.max_tokens,
         num_prompts=arguments.num_prompts,
         rounds=arguments.rounds,
@@ -87,8 +89,6 @@ def command(arguments: argparse.Namespace) -> int:
 
 def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: Any) -> Comparison:
     """The model and prompts of the arguments, and configurations, compared to the given extent."""
-    if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).is_dir():
-        raise UserError(f"--model '{arguments.model}' is not a directory.")
     given = [
         json_object(text, f"--speculative-config number {n}") for n, text in enumerate(configs, 1)
     ]
@@ -118,6 +118,17 @@ def in_order(values: list[Any], option: str, least: int) -> list[Any]:
     return sorted(set(values))
 
 
+def temperatures(arguments: argparse.Namespace) -> list[float]:
+    """Those of the arguments, in ascending order."""
+    found = in_order(arguments.temperatures, "--temperatures", 0)
+    if any(0 < temperature < LEAST_TEMPERATURE for temperature in found):
+        raise UserError(
+            f"--temperatures must be 0 or at least {LEAST_TEMPERATURE}: vLLM raises lower ones to "
+            "it."
+        )
+    return found
+
+
 def run(comparison: Comparison) -> int:
     """Measure, print the table and write the files.
 
@@ -133,8 +144,9 @@ def run(comparison: Comparison) -> int:
         print("The model has no chat template: prompts are plain text.", flush=True)
     measure(results, setup)
     rows = bench_report.rows(results)
+    written = bench_files.write(results, rows)
     print(rendered(bench_report.report(results, rows)).export_text())
-    print(bench_files.write(results, rows))
+    print(written)
     return 1 if results.errors or greedy.unexplained(results.differences, setup.dtype) else 0
 
 
@@ -159,12 +171,15 @@ def prepare(comparison: Comparison, *results: str) -> tuple[Comparison, Setup]:
     Raises:
         UserError: vLLM refuses the model or a configuration, or the model runs in no dtype.
     """
+    model = comparison.model
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise UserError(f"--model '{model}' is not a directory.")
     prepare_output(comparison.output, *results)
     setup = inspect(comparison)
     if setup.device != "cpu" or comparison.engine_args.get("dtype", "auto") != "auto":
         return comparison, setup
     progress("probing bfloat16 and float32")
-    choice = choose_dtype(comparison.model, comparison.engine_args)
+    choice = choose_dtype(model, comparison.engine_args)
     print(f"dtype: {choice}", flush=True)
     engine_args = comparison.engine_args | {"dtype": choice.dtype}
     return replace(comparison, engine_args=engine_args), replace(setup, dtype=choice.dtype)

@@ -96,7 +96,7 @@ def engine_arguments(comparison: Comparison, setup: Setup, count: int) -> dict[s
     """Arguments of each of `count` engines that are loaded together, without speculation."""
     longest = max(map(len, setup.prompt_ids)) + comparison.max_tokens + SPARE_TOKENS
     found = {"max_model_len": min(longest, setup.max_model_len), **comparison.base_args}
-    if setup.device == "cpu":
+    if setup.device == "cpu" and "gpu_memory_utilization" not in found:
         # vLLM's default is nearly all memory, which leaves no room for a second engine.
         share = min(MAX_CPU_CACHE, setup.available_memory // (4 * count))
         found = {"kv_cache_memory_bytes": share, **found}

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vllm_hsd.checked_files import write_json
 from vllm_hsd.config.cascade_config import MAX_LEVELS, CascadeConfig
+from vllm_hsd.config.sizes import MAX_BATCH_SIZE
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.options import integers, json_object
@@ -306,10 +307,12 @@ def cascade_keys(profile: Profile, choice: Plan) -> dict[str, Any]:
     levels = [profile.candidates[level].keys() for level in selection.levels]
     for level, length in zip(levels[:-1], selection.draft_lengths, strict=False):
         level["num_tokens"] = length
+    batch = choice.constraints.batch
     return {
         "num_speculative_tokens": selection.draft_lengths[-1],
         "levels": levels,
         "verifier": choice.constraints.verifier,
+        **({"disable_by_batch_size": batch} if batch > MAX_BATCH_SIZE else {}),
     }
 
 

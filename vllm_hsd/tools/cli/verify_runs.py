@@ -50,6 +50,9 @@ _THINKING = "reasoning_start_str", "reasoning_end_str"
 SEED = 0
 # The engine without speculation is asked for a text's tokens one step after the other.
 SCORER_ARGUMENTS = {"async_scheduling": False}
+# Arguments of engines that say where the target is and what its files are.
+OF_THE_TARGET = {"code_revision", "config_format", "hf_config_path", "hf_overrides", "load_format"}
+OF_THE_TARGET |= {"quantization", "revision", "tokenizer", "tokenizer_revision"}
 NOT_RECORDED = (
     "What was drafted could not be recorded (that of several drafts of a request is not, nor that "
     "of vLLM's V1 runner), or nothing was: only models among the drafters were tested for leaning "
@@ -77,9 +80,9 @@ def command(arguments: argparse.Namespace) -> int:
         print(verify_report.self_test_page(results))
         return 0 if all(result.as_expected for result in results) else 1
     outcome = run(parse(arguments))
-    print(verify_report.page(outcome))
     path = arguments.output / FILE
     verify_report.write(outcome, path)
+    print(verify_report.page(outcome))
     print(f"Written: {path}")
     return outcome.status
 
@@ -89,7 +92,7 @@ def parse(arguments: argparse.Namespace) -> Verification:
     for option in () if servers else ("model", "speculative_config"):
         if not getattr(arguments, option):
             raise UserError(f"--{option.replace('_', '-')} is missing.")
-    temperatures = bench.in_order(arguments.temperatures, "--temperatures", 0)
+    temperatures = bench.temperatures(arguments)
     top_p = bench.in_order(arguments.top_p, "--top-p", 0)
     if not 0 < top_p[0] <= top_p[-1] <= 1:
         raise UserError("--top-p must be above 0 and at most 1.")
@@ -326,7 +329,8 @@ def run(verification: Verification) -> Outcome:
             untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
             continue
         name, scale = f"drafter {drafter.name}", drafter.temperature_scale
-        reading = sides.arguments | SCORER_ARGUMENTS
+        reading = {k: v for k, v in sides.arguments.items() if k not in OF_THE_TARGET}
+        reading |= SCORER_ARGUMENTS | dict(drafter.keys)
         # Its context may be shorter than what the target was asked.
         reading |= {"model": drafter.model, "max_model_len": -1}
         loaded = _loaded(comparison, name, reading)

@@ -28,12 +28,12 @@ def command(arguments: argparse.Namespace) -> int:
     """Run `vllm-hsd verify --watch`; 1 as soon as the p-value falls below ERROR_PROBABILITY."""
     if not arguments.plain_url:
         raise UserError("--watch needs --plain-url: a server of the model without speculation.")
-    temperatures = [t for t in bench.in_order(arguments.temperatures, "--temperatures", 0) if t > 0]
+    temperatures = [t for t in bench.temperatures(arguments) if t > 0]
     if not temperatures:
         raise UserError("--watch samples: give --temperatures above 0.")
     served = connect("--watch", arguments.watch, at_once=AT_ONCE)
     plain = connect("--plain-url", arguments.plain_url, served.model, at_once=AT_ONCE)
-    arguments.model = served.model
+    arguments.model = ""
     comparison = bench.comparison_of(
         arguments, [], batch_sizes=[AT_ONCE], temperatures=temperatures,
         max_tokens=ANSWER_TOKENS, num_prompts=1, rounds=1,

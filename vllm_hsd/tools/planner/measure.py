@@ -125,6 +125,11 @@ def measure_profile(
     else:
         contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     here = _machine() | {"device": device}
+    timed = task
+    if with_latencies:
+        timed = replace(task, engine_args=cpu_defaults(task.target, task.engine_args))
+        here["dtype"] = timed.engine_args["dtype"]
+        console.print(f"dtype of the timed engine: {here['dtype']}")
     stages = Stages(
         partial_directory(output),
         task.fingerprint(contexts, system.versions(), here),
@@ -147,8 +152,6 @@ def measure_profile(
             stages.save_acceptance(found)
         latencies = None
         if with_latencies:
-            timed = replace(task, engine_args=cpu_defaults(task.target, task.engine_args))
-            console.print(f"dtype of the timed engine: {timed.engine_args['dtype']}")
             timing = Timing(timed, contexts, models.vocabulary, stages.directory)
             del models  # the engine needs the memory
             timing_bar = progress.add_task("latencies", total=timing.num_settings)

@@ -21,6 +21,7 @@ from scipy.optimize import isotonic_regression
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.checked_files import read_json, write_json
+from vllm_hsd.config.sizes import MAX_BATCH_SIZE
 from vllm_hsd.errors import UserError
 from vllm_hsd.levels import LevelConfig
 from vllm_hsd.tools.engine import EngineProcess
@@ -145,6 +146,7 @@ class Timing:
                 "method": "hsd",
                 "levels": [{**level, "num_tokens": room} for level in self.levels],
                 "num_speculative_tokens": room,
+                "disable_by_batch_size": max(MAX_BATCH_SIZE, *task.batch_sizes),
                 "adaptive": False,
             }
         return arguments
