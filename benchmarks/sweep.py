@@ -237,7 +237,8 @@ def options(description: str, output: Path, sets: bool = False) -> argparse.Argu
     parser = common.options(description, output)
     parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="auto")
+    dtypes = "auto", "bfloat16", "float16", "float32"
+    parser.add_argument("--dtype", default="auto", choices=dtypes)
     parser.add_argument(
         "--compiled", action="store_true", help="engines as they are served, minutes to start"
     )

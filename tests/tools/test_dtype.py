@@ -77,7 +77,13 @@ def test_a_probe_that_the_processor_has_not_ended_is_made_again(probe, ended_by,
 
 @pytest.mark.parametrize(
     ("method", "chosen"),
-    [("gptq", "bfloat16"), ("fp8", "bfloat16"), ("modelopt", "bfloat16"), ("torchao", None)],
+    [
+        ("gptq", "bfloat16"),
+        ("fp8", "bfloat16"),
+        ("modelopt", "bfloat16"),
+        ("AUTO-ROUND", "bfloat16"),
+        ("torchao", None),
+    ],
 )
 def test_weights_that_vllm_serves_in_16_bits_alone_are_not_probed(
     probe, method, chosen, family, tmp_path

@@ -149,6 +149,8 @@ def test_the_size_of_a_cache_is_the_one_that_is_given(monkeypatch):
     """An environment variable, which vLLM prefers, is for engines without one."""
     monkeypatch.setattr("vllm.LLM", mock.Mock())
     monkeypatch.setattr(engine_process, "_engine", None)
+    monkeypatch.setattr(engine_process, "at_end", mock.Mock())
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
     for arguments, expected in (({}, "40"), ({"kv_cache_memory_bytes": 1 << 26}, None)):
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
         engine_process._load(arguments)

@@ -66,7 +66,7 @@ def choose_dtype(model: str, given: Mapping[str, Any] | None = None) -> Choice:
         UserError: the model's configuration cannot be read, or float32 does not run either.
     """
     config = _config(model, given or {})
-    if (method := _method_of_16_bits(config)) is not None:
+    if (method := _method_of_16_bits(config, (given or {}).get("quantization"))) is not None:
         return Choice(FAST, f"vLLM has no kernels of float32 for weights of '{method}'")
     shapes = probe_shapes(config)
     found, threads = system.versions(), os.environ.get("OMP_NUM_THREADS", "")
@@ -117,12 +117,15 @@ def _config(model: str, given: Mapping[str, Any]) -> Any:
         raise UserError(f"the model '{model}' has no configuration ({brief(error)}).") from None
 
 
-def _method_of_16_bits(config: Any) -> str | None:
+def _method_of_16_bits(config: Any, given: str | None) -> str | None:
     """A quantization method whose weights vLLM serves in 16 bits alone, if the model has one."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method is None:
+    every = (getattr(c, "quantization_config", None) for c in (config, config.get_text_config()))
+    named = [each.get("quant_method") for each in every if isinstance(each, dict)]
+    method = str(next(filter(None, [given, *named]), "")).lower()
+    if not method:
         return None
+    # AutoRound's name in checkpoints, and vLLM's.
+    method = {"auto-round": "inc"}.get(method, method)
     import torch
     from vllm.model_executor.layers.quantization import get_quantization_config
 

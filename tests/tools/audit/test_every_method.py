@@ -111,6 +111,15 @@ def test_the_model_as_its_own_drafter_loses_nothing(models, verify):
     assert found["equal_drafter"]["drafted"] > 1000
 
 
+def test_a_drafter_is_read_as_it_was_served():
+    keys = {"revision": "v2", "quantization": "gptq"}
+    level = {"model": "a/d", "max_model_len": 64, **keys}
+    hsd = {"method": "hsd", "num_speculative_tokens": 2, "levels": [level]}
+    for config in (hsd, {"method": "draft_model", "model": "a/d", **keys}):
+        (drafter,) = drafters_of(config).models
+        assert (drafter.name, drafter.model, dict(drafter.keys)) == ("d", "a/d", keys)
+
+
 RUNS, RUN_TOKENS = 20, 2048
 
 

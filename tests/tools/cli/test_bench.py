@@ -18,7 +18,7 @@ from vllm_hsd.levels.base import BRANCHES
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli import bench, bench_files, bench_report, bench_runs, greedy
 from vllm_hsd.tools.cli import main as cli
-from vllm_hsd.tools.cli.bench_jobs import Job, Results
+from vllm_hsd.tools.cli.bench_jobs import Job, Results, Setup
 from vllm_hsd.tools.cli.bench_runs import jobs, measure
 from vllm_hsd.tools.cli.options import rendered
 from vllm_hsd.tools.engine import EngineProcess, Generation
@@ -306,6 +306,14 @@ def test_wrong_arguments_get_one_sentence_and_status_2(option, value, message, c
     assert cli.main([*command, json.dumps(NGRAM), f"{option}={value}"]) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
+
+
+def test_a_share_of_the_host_s_memory_is_for_one_engine_alone(tmp_path):
+    comparison = three_rounds(tmp_path, engine_args={"gpu_memory_utilization": 0.5})
+    setup = Setup([], [[1]], device="cpu", max_model_len=64)
+    assert "kv_cache_memory_bytes" not in bench_runs.engine_arguments(comparison, setup, 1)
+    with pytest.raises(UserError, match="give kv_cache_memory_bytes"):
+        bench_runs.engine_arguments(comparison, setup, 2)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
         model = config.get("model") if config.get("method") == "draft_model" else None
         soft = config.get("draft_sample_method", "greedy") == "probabilistic"
         certain = not soft or config.get("method") in _LOOKUPS
-        models = (Drafter(short_name(model), model),) if model else ()
+        models = (_drafter(model, 1.0, config),) if model else ()
         return Drafters(models, recorded=not (model and soft), certain=certain)
     cascade = CascadeConfig.parse({k: v for k, v in config.items() if k != "method"})
     every: list[Any] = [source for level in cascade.levels for source in level.drafters]

@@ -93,10 +93,20 @@ class Engines:
 
 
 def engine_arguments(comparison: Comparison, setup: Setup, count: int) -> dict[str, Any]:
-    """Arguments of each of `count` engines that are loaded together, without speculation."""
+    """Arguments of each of `count` engines that are loaded together, without speculation.
+
+    Raises:
+        UserError: each of several is to take a share of the host's memory.
+    """
     longest = max(map(len, setup.prompt_ids)) + comparison.max_tokens + SPARE_TOKENS
     found = {"max_model_len": min(longest, setup.max_model_len), **comparison.base_args}
-    if setup.device == "cpu" and "gpu_memory_utilization" not in found:
+    shared = "gpu_memory_utilization" in found
+    if setup.device == "cpu" and shared and count > 1:
+        raise UserError(
+            "--engine-args has gpu_memory_utilization, which every engine would take of the same "
+            "memory: give kv_cache_memory_bytes."
+        )
+    if setup.device == "cpu" and not shared:
         # vLLM's default is nearly all memory, which leaves no room for a second engine.
         share = min(MAX_CPU_CACHE, setup.available_memory // (4 * count))
         found = {"kv_cache_memory_bytes": share, **found}

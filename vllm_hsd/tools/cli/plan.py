@@ -307,13 +307,14 @@ def cascade_keys(profile: Profile, choice: Plan) -> dict[str, Any]:
     levels = [profile.candidates[level].keys() for level in selection.levels]
     for level, length in zip(levels[:-1], selection.draft_lengths, strict=False):
         level["num_tokens"] = length
-    batch = choice.constraints.batch
-    return {
+    keys = {
         "num_speculative_tokens": selection.draft_lengths[-1],
         "levels": levels,
         "verifier": choice.constraints.verifier,
-        **({"disable_by_batch_size": batch} if batch > MAX_BATCH_SIZE else {}),
     }
+    if choice.constraints.batch > MAX_BATCH_SIZE and not CascadeConfig.parse(keys).is_stock:
+        keys["disable_by_batch_size"] = choice.constraints.batch
+    return keys
 
 
 def cascade_file(profile: Profile, choice: Plan, source: Path) -> dict[str, Any]:

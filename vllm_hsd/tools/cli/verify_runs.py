@@ -50,9 +50,8 @@ _THINKING = "reasoning_start_str", "reasoning_end_str"
 SEED = 0
 # The engine without speculation is asked for a text's tokens one step after the other.
 SCORER_ARGUMENTS = {"async_scheduling": False}
-# Arguments of engines that say where the target is and what its files are.
-OF_THE_TARGET = {"code_revision", "config_format", "hf_config_path", "hf_overrides", "load_format"}
-OF_THE_TARGET |= {"quantization", "revision", "tokenizer", "tokenizer_revision"}
+# Arguments of an engine that vLLM gives the target and not its drafter.
+OF_THE_TARGET = {"code_revision", "hf_config_path", "hf_overrides", "quantization", "revision"}
 NOT_RECORDED = (
     "What was drafted could not be recorded (that of several drafts of a request is not, nor that "
     "of vLLM's V1 runner), or nothing was: only models among the drafters were tested for leaning "
@@ -240,7 +239,7 @@ def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
     # A drafter's context may be shorter than the target's: vLLM takes what fits into its memory.
     arguments = {"max_model_len": -1, **comparison.base_args}
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and "gpu_memory_utilization" not in arguments:
         arguments = {"kv_cache_memory_bytes": MAX_CPU_CACHE, **arguments}
     name = verification.drafter
     return Sides(
@@ -329,7 +328,9 @@ def run(verification: Verification) -> Outcome:
             untested.append(f"{drafter.name} is the target itself: nothing can lean to it.")
             continue
         name, scale = f"drafter {drafter.name}", drafter.temperature_scale
-        reading = {k: v for k, v in sides.arguments.items() if k not in OF_THE_TARGET}
+        # Those that are given next to --url are the drafter's.
+        other = set() if urls else OF_THE_TARGET
+        reading = {key: value for key, value in sides.arguments.items() if key not in other}
         reading |= SCORER_ARGUMENTS | dict(drafter.keys)
         # Its context may be shorter than what the target was asked.
         reading |= {"model": drafter.model, "max_model_len": -1}

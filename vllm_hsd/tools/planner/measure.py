@@ -31,7 +31,7 @@ from vllm_hsd.tools.planner.timing import Timing
 class Stages:
     """A directory with the finished stages of a measurement, so that it can be resumed.
 
-    It holds acceptance.safetensors, timing.json and the engine's log.
+    It holds acceptance.safetensors, times by dtype and the engine's log.
 
     Args:
         fingerprint: of the measurement; see `Task.fingerprint`.
@@ -52,7 +52,6 @@ class Stages:
                 f"'{directory}' holds an unfinished measurement with other settings: finish "
                 f"it with those, or delete the directory."
             )
-        self.timing = directory / "timing.json"
         self.acceptance = directory / "acceptance.safetensors"
 
     def load_acceptance(self) -> Acceptances | None:
@@ -125,11 +124,6 @@ def measure_profile(
     else:
         contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     here = _machine() | {"device": device}
-    timed = task
-    if with_latencies:
-        timed = replace(task, engine_args=cpu_defaults(task.target, task.engine_args))
-        here["dtype"] = timed.engine_args["dtype"]
-        console.print(f"dtype of the timed engine: {here['dtype']}")
     stages = Stages(
         partial_directory(output),
         task.fingerprint(contexts, system.versions(), here),
@@ -152,10 +146,15 @@ def measure_profile(
             stages.save_acceptance(found)
         latencies = None
         if with_latencies:
+            timed = replace(task, engine_args=cpu_defaults(task.target, task.engine_args))
+            dtype = timed.engine_args["dtype"]
+            console.print(f"dtype of the timed engine: {dtype}")
             timing = Timing(timed, contexts, models.vocabulary, stages.directory)
             del models  # the engine needs the memory
             timing_bar = progress.add_task("latencies", total=timing.num_settings)
-            latencies = timing.measure(stages.timing, lambda: advance(timing_bar, "latencies"))
+            # A probe that is made again may find another dtype: no pass of one is the other's.
+            store = stages.directory / f"timing-{dtype}.json"
+            latencies = timing.measure(store, lambda: advance(timing_bar, "latencies"))
     file = prompts_file.name if prompts_file else ""
     described = Prompts(file=file, prompts=len(contexts), contexts=found.positions)
     profile = make_profile(task, found, described, latencies)
