@@ -5,7 +5,7 @@ BIN := .venv/bin
 EXTRA ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # The threads of a contended core wait for each other: one per process is the safe default.
 export OMP_NUM_THREADS ?= 1
-# pip would compile 24,000 modules, of which engines import 4,000: Python keeps what it compiles.
+# pip would compile 24,000 modules, of which engines import some 3,500: Python keeps what it compiles.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: venv smollm2 family results demo demo-cascade plan-cascade test test-033 test-slow vllm-diff lint docs bench gpu-proof gpu-pack clean

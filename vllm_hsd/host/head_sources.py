@@ -60,6 +60,7 @@ class HeadSources:
     def confidence(self) -> DraftConfidence:
         """Of the drafts, in the place of the head's estimator of its own."""
         own: Any = self
+        # The last slot is of no request.
         size = own.max_num_reqs + 1, own.num_speculative_steps, own.device
         return DraftConfidence(
             OnlineAcceptanceEstimator(*size), lambda slots: self.draft_length[slots]

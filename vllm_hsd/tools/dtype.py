@@ -65,8 +65,9 @@ def choose_dtype(model: str, given: Mapping[str, Any] | None = None) -> Choice:
     Raises:
         UserError: the model's configuration cannot be read, or float32 does not run either.
     """
-    config = _config(model, given or {})
-    if (method := _method_of_16_bits(config, (given or {}).get("quantization"))) is not None:
+    given = given or {}
+    config = _config(model, given)
+    if (method := _method_of_16_bits(config, given.get("quantization"))) is not None:
         return Choice(FAST, f"vLLM has no kernels of float32 for weights of '{method}'")
     shapes = probe_shapes(config)
     found, threads = system.versions(), os.environ.get("OMP_NUM_THREADS", "")

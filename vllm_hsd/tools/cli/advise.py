@@ -161,8 +161,10 @@ def situation_of(model: str, drafter: dict[str, Any] | None) -> Situation:
     with _reading(model):
         config = get_config(model, trust_remote_code=False).get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
-    states = {"ssm_cfg", "mamba_d_state", "state_size", "ssm_state_size", "linear_num_key_heads"}
-    states |= {"linear_attn_config"}
+    states = (
+        *("linear_attn_config", "linear_num_key_heads", "mamba_d_state", "ssm_cfg"),
+        *("ssm_state_size", "state_size"),
+    )
     recurrent = bool(kinds & {"linear_attention", "mamba", "recurrent", "conv"})
     # A family's configuration may describe states that this member has not.
     if not kinds or not all(kind.endswith("attention") for kind in kinds):

@@ -100,16 +100,15 @@ def engine_arguments(comparison: Comparison, setup: Setup, count: int) -> dict[s
     """
     longest = max(map(len, setup.prompt_ids)) + comparison.max_tokens + SPARE_TOKENS
     found = {"max_model_len": min(longest, setup.max_model_len), **comparison.base_args}
-    shared = "gpu_memory_utilization" in found
-    if setup.device == "cpu" and shared and count > 1:
+    if setup.device == "cpu" and "gpu_memory_utilization" not in found:
+        # vLLM's default is nearly all memory, which leaves no room for a second engine.
+        share = min(MAX_CPU_CACHE, setup.available_memory // (4 * count))
+        found = {"kv_cache_memory_bytes": share, **found}
+    elif setup.device == "cpu" and count > 1:
         raise UserError(
             "--engine-args has gpu_memory_utilization, which every engine would take of the same "
             "memory: give kv_cache_memory_bytes."
         )
-    if setup.device == "cpu" and not shared:
-        # vLLM's default is nearly all memory, which leaves no room for a second engine.
-        share = min(MAX_CPU_CACHE, setup.available_memory // (4 * count))
-        found = {"kv_cache_memory_bytes": share, **found}
     return found
 
 

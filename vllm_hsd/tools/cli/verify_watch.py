@@ -33,7 +33,7 @@ def command(arguments: argparse.Namespace) -> int:
         raise UserError("--watch samples: give --temperatures above 0.")
     served = connect("--watch", arguments.watch, at_once=AT_ONCE)
     plain = connect("--plain-url", arguments.plain_url, served.model, at_once=AT_ONCE)
-    arguments.model = ""
+    arguments.model = served.model
     comparison = bench.comparison_of(
         arguments, [], batch_sizes=[AT_ONCE], temperatures=temperatures,
         max_tokens=ANSWER_TOKENS, num_prompts=1, rounds=1,
