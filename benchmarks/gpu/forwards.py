@@ -23,7 +23,7 @@ CONTEXT = 512
 
 
 def run(setting: Setting) -> Finding:
-    """See the module."""
+    """Times of one pass of every size over each number of tokens."""
     engines.require_vllm()
     counts, repeats = ((1, 2), 2) if setting.toy else (COUNTS, REPEATS)
     rows, lines, waiting = [], [], []

@@ -49,7 +49,7 @@ def configurations(family: dict[str, str], store: str) -> dict[str, dict[str, An
 
 
 def run(setting: Setting, family: dict[str, str] = engines.TINY, store: str = STORE) -> Finding:
-    """See the module.
+    """Greedy text of every kind of level against that of no speculation.
 
     Args:
         family: directories of target, mid and small.

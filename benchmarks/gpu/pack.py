@@ -86,7 +86,6 @@ def write(site: Path, downloads: Path) -> None:
 
 
 def main() -> None:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     output = parser.parse_args().output

@@ -53,7 +53,7 @@ def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
-    """See the module.
+    """Greedy and seeded text with and without speculation, eager and captured.
 
     Args:
         family: directories of target, mid and small.

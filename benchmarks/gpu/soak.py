@@ -48,7 +48,7 @@ def requests(count: int, longest: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
-    """See the module.
+    """A crowd of requests, and each seeded one of a sample alone: texts are compared.
 
     Args:
         family: directories of target, mid and small.

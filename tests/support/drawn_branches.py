@@ -68,7 +68,7 @@ def run(llm, work) -> tuple[dict[str, Any], Counter]:
 
 
 def difference_of_caches(llm, work) -> tuple[float, int]:
-    """See `compare_caches`: of sampled text, but for what the drafter's first pass reads again."""
+    """`compare_caches` of sampled text, without what the drafter's first pass reads again."""
     prompt, params, faulty = work  # Whether the target keeps the chain's entries.
     faults = "no copy of what a branch computed" if faulty else None, None
     runs = [lambda jobs, fault=fault: run(llm, (jobs, fault)) for fault in faults]

@@ -43,7 +43,7 @@ class HostSpeculator(BaseSpeculator):
 
     @property
     def drawn(self) -> torch.Tensor | None:
-        """See `BaseSpeculator.drawn`; forced tokens are point masses."""
+        """As the base's; forced tokens are point masses."""
         drawn = super().drawn
         if not self.forced.any():
             return drawn
