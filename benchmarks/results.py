@@ -206,7 +206,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
 
 
 def main() -> int:
-    parser = sweep.options(__doc__, TABLE.parent, sets=True)
+    parser = sweep.options(__doc__, TABLE.parent, sets=True, model=False)
     parser.set_defaults(max_tokens=128, num_prompts=10, compiled=True)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
     parser.add_argument("--streams", type=integers, default=[4, 16], help=f"at a time, of {SMALL}")

@@ -226,16 +226,21 @@ def serve(
     return engine.generate(prompts, each, max_concurrency=streams)
 
 
-def options(description: str, output: Path, sets: bool = False) -> argparse.ArgumentParser:
+def options(
+    description: str, output: Path, sets: bool = False, model: bool = True
+) -> argparse.ArgumentParser:
     """A parser with the options of every study of the chat model.
 
     Args:
         description: docstring of the study; its first line is shown.
         output: default directory of the results.
         sets: also the option that names a directory of prompts.
+        model: also the one that names the model.
     """
     parser = common.options(description, output)
-    parser.add_argument("--model", help="name or directory (default: SmolLM2, converted on demand)")
+    if model:
+        default = "SmolLM2, converted on demand"
+        parser.add_argument("--model", help=f"name or directory (default: {default})")
     parser.add_argument("--max-tokens", type=int, default=64)
     dtypes = "auto", "bfloat16", "float16", "float32"
     parser.add_argument("--dtype", default="auto", choices=dtypes)

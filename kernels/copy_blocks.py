@@ -101,8 +101,6 @@ def copy_blocks_kernel(
         index = (base + 1) // block_size + tl.program_id(2)
         copied = copied & (tl.load(winner_ptr + request) == branch)
         copied = copied & (kept > 0) & (index <= (base + kept) // block_size)
-    else:
-        copied = copied & (base % block_size > 0)
     if copied:
         own = tl.load(table_ptr + row.to(tl.int64) * table_stride + index).to(tl.int64)
         main = tl.load(table_ptr + chain.to(tl.int64) * table_stride + index).to(tl.int64)
@@ -123,7 +121,8 @@ def copy_blocks_kernel(
 def copy_to_branches(
     cache: CacheBlocks, rows: BranchRows, tables: torch.Tensor, block_size: int
 ) -> None:
-    """Give every branch the text before its root: one block of its chain, where it begins there.
+    """Give every branch the block of its chain that holds the root: the text before the root in it,
+    and what a drafter has computed of the root, which the target's pass does not write.
 
     Args:
         cache: of a KV-cache group.

@@ -203,7 +203,10 @@ def verify_drawn_rows(
     check_vector("temperature", temperature, batch, (torch.float32,), device)
     if thresholds is not None:
         check_vector("thresholds", thresholds, len(target_logits), (torch.float32,), device)
-    tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64, device=device)
+    # Apart: each begins at whole 16 bytes, for any batch.
+    tokens, parents = (
+        torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in range(2)
+    )
     target = target_logits.new_empty(batch, nodes + 1, vocab_size)
     draft = chain_logits.new_empty(batch, nodes + 1, vocab_size)
     sizes = {"ROWS": rows, "N": length, "LANES": padded_size(nodes)}

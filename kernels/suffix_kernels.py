@@ -9,6 +9,9 @@ the length, and then the text, that is expected to give most.
 import triton
 import triton.language as tl
 
+# What is found in each text begins at whole 16 bytes: rows for so many requests, or a multiple.
+TEXT_ROWS = tl.constexpr(4)
+
 
 @triton.jit
 def token_at(window_ptr, text_ptr, base, at, mask):
@@ -367,10 +370,10 @@ def take_draft_kernel(
     window_stride,
     end_ptr,  # int32 [B]
     drafted_ptr,  # int32 [B], of level 0
-    expected_ptr,  # float32 [SOURCES, B, DEPTH - 1]
-    count_ptr,  # int32 [SOURCES, B, DEPTH - 1]
-    token_ptr,  # int32 [SOURCES, B, DEPTH - 1, N]
-    share_ptr,  # float32 [SOURCES, B, DEPTH - 1, N]
+    expected_ptr,  # float32 [SOURCES, padded B, DEPTH - 1], see TEXT_ROWS
+    count_ptr,  # int32 [SOURCES, padded B, DEPTH - 1]
+    token_ptr,  # int32 [SOURCES, padded B, DEPTH - 1, N]
+    share_ptr,  # float32 [SOURCES, padded B, DEPTH - 1, N]
     least_ptr,  # float64 [1], confidence below which nothing is drafted
     SOURCES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -386,7 +389,8 @@ def take_draft_kernel(
     most = tl.zeros((), tl.float64)
     for source in tl.static_range(SOURCES):
         place = source * tl.num_programs(0) + request
-        row = place.to(tl.int64) * (DEPTH - 1)
+        found = source * (tl.cdiv(tl.num_programs(0), TEXT_ROWS) * TEXT_ROWS) + request
+        row = found.to(tl.int64) * (DEPTH - 1)
         expected = tl.load(expected_ptr + row + length, mask=length < DEPTH - 1, other=-1.0)
         # The longest match of those that give as much.
         best = tl.max(tl.where(expected == tl.max(expected, axis=0), length, 0), axis=0)

@@ -71,7 +71,13 @@ def _version(module: str, *distributions: str) -> str:
 
 
 def _query(fields: str) -> str:
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader"]
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    # Of the GPU that this process sees first, which need not be the machine's first one.
+    device = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    command = ["nvidia-smi", device, f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

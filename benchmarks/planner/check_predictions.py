@@ -30,6 +30,7 @@ from benchmarks import plot
 from benchmarks.common import MODELS, RESULTS, options, write_csv
 from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.studies.demo_cascade import PROMPTS
+from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.plan import label
 from vllm_hsd.tools.dtype import choose_dtype
 from vllm_hsd.tools.planner.acceptance import Acceptances, measure_acceptance
@@ -58,11 +59,13 @@ PLAIN_EVERY, PLAIN_TOKENS = 4, 16
 TINY, REAL = (4, 2048), (1, 256)
 
 
-def measured_profile(path: Path, found: Acceptances, prompts: int, timing: Timing) -> Profile:
+def measured_profile(path: Path, found: Acceptances, timing: Timing) -> Profile:
     """A new profile, by measured acceptance; the engines are timed in turn."""
-    timed = path.with_name("timing.json")
+    # What an earlier run recorded is of its own cascades and prompts.
+    task = timing.task.fingerprint(timing.prompts, system.versions(), system.machine())
+    timed = path.with_name(f"timing_{task[:12]}.json")
     latencies = timing.measure(timed)
-    used = Prompts(file="prompts.jsonl", prompts=prompts, contexts=found.positions)
+    used = Prompts(file="prompts.jsonl", prompts=len(timing.prompts), contexts=found.positions)
     profile = make_profile(timing.task, found, used, latencies)
     profile.save(path)
     timed.unlink()
@@ -259,7 +262,7 @@ def main() -> None:
         acceptance = measure_acceptance(models, contexts * texts, task)
         # The engines take as much memory.
         del models
-        profile = measured_profile(path, acceptance, len(contexts), timing)
+        profile = measured_profile(path, acceptance, timing)
     # Drafts never pass the end of a request: short requests draft a little less.
     search = Search(
         profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)

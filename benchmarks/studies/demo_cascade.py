@@ -32,8 +32,8 @@ PROMPTS = Path(__file__).parent / "family_prompts.jsonl"
 PLANNED_ON = 2
 SUFFIX: dict[str, Any] = {"suffix": {}}
 # Of three targets and two drafters at once, one pair twice while it loads; vLLM's own comes on top.
-MEMORY = {"bfloat16": 21 << 30, "float32": 42 << 30}
-MORE_MEMORY = {"bfloat16": 8 << 30, "float32": 16 << 30}
+MEMORY = {"bfloat16": 21 << 30, "float16": 21 << 30, "float32": 42 << 30}
+MORE_MEMORY = {"bfloat16": 8 << 30, "float16": 8 << 30, "float32": 16 << 30}
 
 
 class LoadedEngines(SharedEngines):

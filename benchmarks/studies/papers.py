@@ -86,7 +86,7 @@ def groups() -> dict[str, Group]:
 
 
 def main() -> int:
-    parser = sweep.options(__doc__, RESULTS, sets=True)
+    parser = sweep.options(__doc__, RESULTS, sets=True, model=False)
     parser.set_defaults(max_tokens=64, num_prompts=4)
     parser.add_argument("--groups", nargs="+", help="names of groups (default: all)")
     options = parser.parse_args()

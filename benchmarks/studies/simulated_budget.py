@@ -11,6 +11,7 @@ the best fixed configuration of each set, chosen with hindsight.
 """
 
 import argparse
+import hashlib
 import json
 import random
 from collections import defaultdict
@@ -342,16 +343,16 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, help="a directory of JSON lines files of the sets")
     parser.add_argument("--output", type=Path, default=RESULTS / "simulated_budget")
     options = parser.parse_args()
+    texts = {**demo.read_prompts(PROMPTS), "edits of functions": edits.prompts()}
+    prompts = {k: [[{"role": "user", "content": t}] for t in own] for k, own in texts.items()}
+    for name in SETS:
+        prompts[name] = read_prompts(options.prompts / f"{name}.jsonl" if options.prompts else name)
+    few = {name: chats[:NUM_PROMPTS] for name, chats in prompts.items()}
     # Other prompts are another recording.
-    given = f"_{options.prompts.resolve().name}" if options.prompts else ""
-    path = options.output / f"answers{given}.jsonl"
+    digest = hashlib.sha256(json.dumps(few).encode()).hexdigest()[:12]
+    path = options.output / f"answers_{digest}.jsonl"
     if not path.exists():
-        texts = {**demo.read_prompts(PROMPTS), "edits of functions": edits.prompts()}
-        prompts = {k: [[{"role": "user", "content": t}] for t in own] for k, own in texts.items()}
-        for name in SETS:
-            given = options.prompts / f"{name}.jsonl" if options.prompts else name
-            prompts[name] = read_prompts(given)
-        record({name: chats[:NUM_PROMPTS] for name, chats in prompts.items()}, path)
+        record(few, path)
     answers = [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
     answers = [each for each in answers if len(each.tokens) > LENGTH]
     table = []

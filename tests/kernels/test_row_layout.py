@@ -176,6 +176,8 @@ def test_every_row_computes_what_it_would_alone(size, length):
     caches, tables = Caches(batch.spare + 1, size), found["table"].numpy()
     for i, base in enumerate(batch.base):
         caches.write(batch.slots(batch.main[i], base), text(i, base))
+        # What a drafter has computed of the root.
+        caches.write(batch.slots(batch.main[i], base + 1)[base:], np.array([i]))
     cache = CacheBlocks.of(caches.layers)
     # Of the second layout keys and values lie apart.
     assert len(cache.pieces) == 4
@@ -187,6 +189,8 @@ def test_every_row_computes_what_it_would_alone(size, length):
         base, at = batch.base[i], slice(batch.start[row], batch.start[row] + batch.tokens[row])
         assert found["position"][at].tolist() == list(range(base, base + batch.tokens[row]))
         own, slots = row_of(i, branch, held[row]), found["slots"][at].numpy()
+        if held[row]:
+            assert caches.read(batch.slots(tables[row], base + 1)[base:]) == [i]
         if branch:
             assert (slots[held[row] :] == -1).all()
         else:

@@ -82,7 +82,7 @@ class Cascade:
         if self.shorter:
             schedule = compiled([LevelOptions(n) for n in self.shorter])
             state = state.shortened(schedule)
-        bucket = state.bucket(min(self.capacity, 8))
+        bucket = state.bucket(min(self.capacity, meta.BATCH))
         text = empty(self.slots, self.max_model_len)
         stage(bucket, schedule, text)
         numbers = range(len(self.lengths))

@@ -25,7 +25,8 @@ SHORT = (
     StockDrafter(torch.bfloat16),
     Cascade((8,), "sources", rows=4),
     Branches(),
-    SeveralDrafts(),
+    # An odd number of tokens.
+    SeveralDrafts(rows=3, length=5),
 )
 # Verification is compiled anew for every K, vocabulary and dtype: one of them changes at a time.
 ALL = (
@@ -86,7 +87,7 @@ ALL = (
     *(Branches(dtype=d) for d in (torch.float16, torch.float32)),
     *(Branches(vocab_size=v) for v in (128, 50257, 262144)),
     Branches(length=63, slots=3),
-    *(SeveralDrafts(rows=n, length=k) for n, k in ((2, 1), (16, 4), (2, 32))),
+    *(SeveralDrafts(rows=n, length=k) for n, k in ((4, 8), (2, 1), (16, 4), (2, 32))),
     *(SeveralDrafts(dtype=d) for d in (torch.float16, torch.float32)),
     *(SeveralDrafts(vocab_size=v) for v in (128, 50257, 262144)),
     *(Trees(n) for n in (5, MAX_NODES)),

@@ -79,17 +79,20 @@ class SuffixLookup:
         batch, n = state.batch, state.lse[0].shape[1]
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(sources, batch, *shape, dtype=dtype, device=text.device)
+            return torch.empty(sources, *shape, dtype=dtype, device=text.device)
 
-        expected, counts = empty(DEPTH - 1, dtype=torch.float32), empty(DEPTH - 1)
-        tokens, shares = empty(DEPTH - 1, n), empty(DEPTH - 1, n, dtype=torch.float32)
+        padding = suffix_kernels.TEXT_ROWS.value
+        rows = triton.cdiv(batch, padding) * padding
+        expected, counts = empty(rows, DEPTH - 1, dtype=torch.float32), empty(rows, DEPTH - 1)
+        tokens = empty(rows, DEPTH - 1, n)
+        shares = empty(rows, DEPTH - 1, n, dtype=torch.float32)
         found = expected, counts, tokens, shares
         self._search(state, text, None, *(part[0] for part in found))
         if self.shared is not None:
             self._search(state, text, self.shared.tokens, *(part[1] for part in found))
         if self.texts is not None:
             self._search_store(state, text, self.texts, *(part[-1] for part in found))
-        offers = Offers(empty(n), empty(), empty(n, dtype=torch.float64))
+        offers = Offers(empty(batch, n), empty(batch), empty(batch, n, dtype=torch.float64))
         suffix_kernels.take_draft_kernel[(batch,)](
             *offers,
             *state.windows,

@@ -20,6 +20,7 @@ import numpy as np
 
 from vllm_hsd.config.platform import read_on_host
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools.machine_load import processor_seconds, running
 from vllm_hsd.tools.worker_process import WorkerProcess, at_end, reason_of, send_to_parent
 
 # Arguments of `vllm.LLM` that every engine gets unless the caller says otherwise: the counts of
@@ -100,10 +101,8 @@ class EngineProcess(WorkerProcess):
         return self
 
     def memory_bytes(self) -> int:
-        """Host memory that the process shares with no other."""
-        import psutil
-
-        return psutil.Process(self._process.pid).memory_full_info().uss
+        """Host memory that its processes, a rank each, share with no other."""
+        return sum(each.memory_full_info().uss for each in running(self._process.pid))
 
     def wait(self) -> None:
         """Wait until the engine has loaded; raises UserError if it cannot."""
@@ -242,7 +241,7 @@ def generate(
     steps: list[list[int]] = [[] for _ in prompts]
     finishes = [""] * count
     before, levels_before, sources_before = _counts(llm), level_counts(), source_counts()
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began, cpu_began = time.perf_counter(), processor_seconds()
     engine = llm.llm_engine
     waiting = iter(range(count))
 
@@ -270,7 +269,7 @@ def generate(
                 send_to_parent((i, sequence.text))
             if output.finished:
                 start(1)
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    seconds, cpu_seconds = time.perf_counter() - began, processor_seconds() - cpu_began
     drafts, drafted, accepted = (_counts(llm) - before).tolist()
     return Generation(
         token_ids,

@@ -74,6 +74,7 @@ def test_mistakes_are_named(tmp_path, error):
     for option in ("--model", "m"), engine, ("--as-served",), ("--self-test",):
         assert f"--output alone: leave out {option[0]}." in error(*both, *option)
     assert "--temperatures above 0" in error(*both, "--temperatures", "0")
+    assert "--tokens must be at least 64" in error(*both, "--tokens", "0")
     with stand_in("sglang") as url:
         (tmp_path / "watch.json").write_text("{}")
         assert "remove it" in error("--watch", url, "--plain-url", url)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from vllm_hsd.tools.audit.quantiles import token_ranges
 from vllm_hsd.tools.audit.statistics import adjusted, alike, arrange, checks_of, improbable
@@ -121,3 +122,17 @@ def test_a_few_tokens_that_cannot_be_are_found_and_chance_is_not():
     check = improbable("", tails, exact=True)
     assert check.p_value < 1e-9 and check.detectable(1e-6) < 0.01
     assert improbable("", tails, exact=False).p_value > check.p_value
+
+
+def test_what_is_said_to_be_found_of_improbable_tokens_is_found():
+    """Of the strictest threshold alone; as many events as a Poisson count of that mean has mostly.
+
+    The test looks at four thresholds, for which it pays: a single event in 1024 tokens is not
+    enough for a hundred checks.
+    """
+    count, significance = 1024, 1e-4 / 100
+    least = improbable("", np.full(count, 0.5), exact=True).detectable(significance)
+    events = int(stats.poisson.ppf(0.011, least * count))
+    tails = np.full(count, 0.5)
+    tails[:events] = 1e-10
+    assert events > 1 and improbable("", tails, exact=True).p_value < significance

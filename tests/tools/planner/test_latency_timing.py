@@ -182,8 +182,9 @@ def timing_of(text_family, tmp_path, monkeypatch):
 
 
 def test_an_engine_records_every_call_and_step(timing_of, text_family):
-    """A single drafter, a cascade, and a lookup below a model, in one engine."""
-    prompts = [[5, 9, 30], [7, 80, 81, 12], [5, 6, 7, 5, 6, 7, 5]]
+    """A single drafter, a cascade, and a lookup below a model, in one engine; of a prompt that is
+    longer than the engine's texts, the end."""
+    prompts = [[5, 9, 30], [3] * 200 + [7, 80, 81, 12], [5, 6, 7, 5, 6, 7, 5]]
     timed = timing_of(prompts, models=[text_family.small, text_family.mid], ngram=3)
     settings = [
         {"levels": [2], "draft_lengths": [3], "batch": 1, "tokens": 24, "first_prompt": 0},

@@ -272,9 +272,9 @@ def improbable(setting: str, tails: np.ndarray, exact: bool) -> Check:
         seen, expected = int((tails <= bound).sum()), factor * bound * count
         found.append((float(stats.poisson.sf(seen - 1, expected)), seen, expected))
     p, seen, _ = min(found)
-    # By its strictest threshold, a few events are found.
     figures = count, min(1.0, p * len(_IMPROBABLE)), seen / max(count, 1)
-    least = found[-1][-1] / len(_IMPROBABLE)
+    # By its strictest threshold a few events are found; of several tests each must find more.
+    least = found[-1][-1] * len(_IMPROBABLE)
     return Check(setting, LIKELY, ORDERS[1], "all", *figures, "Poisson", least)
 
 

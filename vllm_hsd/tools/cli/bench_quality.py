@@ -27,12 +27,13 @@ def record(results: Results, job: Job, found: Generation, before: CpuTimes) -> N
 def pin(llm: Any) -> list[int]:
     """Pin all threads of an engine's process to as many cores as it computes with; returns them.
 
-    All engines of a comparison take the same cores, in turn. Where the system has no affinities,
-    nothing is pinned and the list is empty.
+    All engines of a comparison take the same cores, in turn. Where the system has no affinities, or
+    vLLM chooses the cores of several ranks, nothing is pinned and the list is empty.
     """
     import torch
 
-    if not hasattr(os, "sched_setaffinity"):
+    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
+    if not hasattr(os, "sched_setaffinity") or ranks > 1:
         return []
     cores = sorted(os.sched_getaffinity(0))[-torch.get_num_threads() :]
     for thread in psutil.Process().threads():

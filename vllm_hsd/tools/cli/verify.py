@@ -101,5 +101,8 @@ def command(arguments: argparse.Namespace) -> int:
             raise UserError(f"{name} reads {', '.join(own)} alone: leave out {other}.")
     # torch and scipy, which a parser must not import.
     from vllm_hsd.tools.cli import verify_runs, verify_watch
+    from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS
 
+    if arguments.tokens < ANSWER_TOKENS:
+        raise UserError(f"--tokens must be at least {ANSWER_TOKENS}, one answer.")
     return (verify_watch if arguments.watch else verify_runs).command(arguments)

@@ -130,21 +130,26 @@ class Outcome:
     @property
     def too_little_drafted(self) -> str | None:
         """Why the text cannot show what a run promises; None where it can."""
-        compared = self.seeded or any(each.compared for each in self.served)
-        if not (self.checks or compared or self.verification.servers):
+        if not (self.checks or self.seeded or self.verification.servers):
             answers = self.greedy_results.generations.items()
-            if not sum(found.drafted for job, found in answers if job.config):
-                return "no greedy text has drafts in it" if answers else "nothing was tested"
+            drafted = sum(found.drafted for job, found in answers if job.config)
+            if not drafted + sum(each.exact.drafted for each in self.served):
+                compared = answers or any(each.compared for each in self.served)
+                return "no greedy text has drafts in it" if compared else "nothing was tested"
         empty = [each.name for each in self.served if not each.drawn.num_offered]
         if empty and self.verification.settings:
             return f"no draft reached a place of {', '.join(empty)}"
+        names, texts = self.texts.names, [self.texts]
         if not self.texts.num_tokens:
+            names, texts = [own.name for own in self.served], [own.drawn for own in self.served]
+        if not (num_tokens := sum(own.num_tokens for own in texts)):
             return None
-        reached = f"drafts reached {self.texts.num_offered} of {self.texts.num_tokens} places"
-        if not self.texts.num_offered:
+        num_offered = sum(own.num_offered for own in texts)
+        reached = f"drafts reached {num_offered} of {num_tokens} places"
+        if not num_offered:
             return reached
         significance = ERROR_PROBABILITY / len(self.checks)
-        for name in self.texts.names:
+        for name in names:
             own = [each for each in self.checks if each.leans and each.setting == name]
             if own and not any(lean.enough(each, significance) for each in own):
                 least = min(each.detectable(significance) for each in own)

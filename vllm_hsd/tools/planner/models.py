@@ -26,6 +26,9 @@ from vllm_hsd.tools.planner.prompt_lookup import PromptLookup
 from vllm_hsd.tools.planner.shared_texts import SharedTexts, keeps_keys, text_config
 from vllm_hsd.tools.planner.suffix_level import SuffixLevel
 
+# Tokens of a model whose configuration names no longest text, as BLOOM's: vLLM takes so many.
+UNNAMED = 2048
+
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
     """Probabilities float32 [..., V] of logits [..., V]."""
@@ -197,7 +200,7 @@ class ModelSet:
         """Tokens that every model can attend to."""
         configs = [text_config(model) for model in self.models if isinstance(model, nn.Module)]
         configs += [self.models[head].config for head in self.heads]
-        return min(config.max_position_embeddings for config in configs)
+        return min(getattr(config, "max_position_embeddings", UNNAMED) for config in configs)
 
     @property
     def lookups(self) -> list[int]:

@@ -173,12 +173,13 @@ def install(llm: Any, clock: str) -> None:
 
 
 def record(llm: Any, prompts: Sequence[list[int]], params: dict[str, Any]) -> dict[str, Any]:
-    """Continue prompts of token ids and return the recording of it.
+    """Continue prompts of token ids, the end of those that are too long; the recording of it.
 
     Its `other_cores` and `steal` say what else the machine did (`machine_load.MachineLoad`).
     """
+    room = llm.llm_engine.vllm_config.model_config.max_model_len - params["max_tokens"]
     before = CpuTimes.now()
-    done = generate(llm, list(prompts), [params] * len(prompts))
+    done = generate(llm, [ids[-max(room, 1) :] for ids in prompts], [params] * len(prompts))
     others, stolen = before.load_until_now(done.seconds, done.cpu_seconds)
     return llm.collective_rpc(_take)[0] | {"other_cores": others, "steal": stolen}
 
