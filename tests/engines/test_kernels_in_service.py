@@ -97,3 +97,13 @@ def test_a_step_with_room_for_the_drafts_of_one_request_alone(family, branches):
     plain = run_engine({**engine, "enforce_eager": True}, {"": job})[""]
     found = run_engine({**engine, "speculative_config": config}, {"": job})[""]
     assert found["outputs"] == plain["outputs"]
+
+
+def test_texts_that_are_shorter_than_those_of_the_warm_up(family):
+    """Which would read and write behind the rows of block tables."""
+    engine = {**ENGINE, "max_model_len": 128, "block_size": 32, "model": family.target}
+    del engine["jit_monitor_mode"]
+    job = {"prompts": PROMPTS, "params": {**TOKENS, "temperature": 0}}
+    plain = run_engine({**engine, "enforce_eager": True}, {"": job})[""]
+    engine["speculative_config"] = cascade([{"model": family.mid}], 31)
+    assert run_engine(engine, {"": job})[""]["outputs"] == plain["outputs"]

@@ -3,6 +3,7 @@
 import functools
 import operator
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from vllm_hsd.cascade.text_store import collect_texts, write_store
+from vllm_hsd.config.level_checks import target_mistakes
 from vllm_hsd.errors import UserError
-from vllm_hsd.host import engine_hooks, graphs, program_models
+from vllm_hsd.host import draft_lengths, engine_hooks, graphs, program_models
 from vllm_hsd.host.replacements import load_model
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
 
@@ -153,6 +155,41 @@ def test_v1_is_not_what_vllm_falls_back_to(family, monkeypatch, given):
             context.setenv(f"VLLM_USE_{name}", value)
             with pytest.raises(UserError, match=rf"VLLM_USE_{name}={value}.*: unset it"):
                 configure(family, given)
+
+
+def test_a_target_that_reads_rejected_tokens_is_refused():
+    target = SimpleNamespace(model="m", architectures=["LongcatFlashNgramForCausalLM"])
+    kinds = "pipeline", "data", "decode_context"
+    alone = SimpleNamespace(**{f"{kind}_parallel_size": 1 for kind in kinds})
+    (mistake,) = target_mistakes(target, alone)
+    assert "rejected tokens" in mistake and "remove speculative_config" in mistake
+
+
+def test_the_scheduler_reserves_what_workers_have_room_for(family, monkeypatch):
+    """Of a cache of several groups, which vLLM's configuration does not know."""
+    monkeypatch.setattr(draft_lengths, "learn_lengths", lambda *_: None)
+    config = configure(family, hsd(sources(NGRAM, {"suffix": {}})), block_size=32)
+    config.cache_config.num_gpu_blocks = blocks = 64 * config.scheduler_config.max_num_seqs
+    scheduler = SimpleNamespace(
+        vllm_config=config, scheduler_config=SimpleNamespace(async_scheduling=True)
+    )
+    for groups in (1, 20):
+        scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=range(groups))
+        draft_lengths.make_scheduler(lambda *_: None, scheduler)
+        rows = config.speculative_config.rows(config, blocks, groups)
+        layout = config.speculative_config._private_blocks(config)
+        assert rows == (4 if groups == 1 else 3)
+        assert scheduler.num_lookahead_tokens == layout.lookahead(rows)
+
+
+@pytest.mark.parametrize("levels", [None, object()])
+def test_levels_take_no_weights_of_a_draft_model(levels):
+    worker = SimpleNamespace(speculative_config=SimpleNamespace(hsd=levels))
+    taken: list = []
+    expected = pytest.raises(UserError, match="knows one draft model") if levels else nullcontext()
+    with expected:
+        engine_hooks.set_draft_weight_update_target(taken.append, worker)
+    assert taken == ([] if levels else [worker])
 
 
 # key of vLLM -> (value, where vLLM or the cascade finds it, or what refuses it)

@@ -24,6 +24,7 @@ def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
         enable_lora=keys.pop("enable_lora", False),
         aux_output_config=SimpleNamespace(enabled=keys.pop("routed_experts", False)),
         kv_transfer_config=connector,
+        kv_sharing_fast_prefill=keys.pop("fast_prefill", False),
         kv_offloading_size=None,
         max_num_batched_tokens=keys.pop("max_num_batched_tokens", None),
         max_num_seqs=keys.pop("max_num_seqs", None),
@@ -105,6 +106,7 @@ def test_no_branches_where_they_do_not_fit():
         other = SimpleNamespace(**{**vars(TARGET), key: True})
         assert with_defaults(LOOKUPS, target=other).branches == 1
     assert with_defaults(LOOKUPS, routed_experts=True).branches == 1
+    assert with_defaults(LOOKUPS, fast_prefill=True).branches == 1
     # Three drafts of five tokens with their root.
     assert with_defaults(LOOKUPS, max_num_batched_tokens=19).branches == 3
     assert with_defaults(LOOKUPS, max_num_batched_tokens=11).branches == 1

@@ -128,18 +128,38 @@ def test_drafts_are_counted_for_the_level_that_drew_them():
 
 def test_a_block_that_changes_hands_in_a_step_holds_nothing_of_its_next_owner():
     """The second request hits a block that the first one is to fill in the same step."""
+    assert not caches_of([0, 16], [20, 4]).computed.any()
+
+
+def test_a_block_that_a_session_goes_on_in_is_not_whole():
+    """A level has read behind the stop token of its last turn, to the block's end."""
+    caches = caches_of([24, 16], [8, 16])
+    assert caches.blocks.filled.tolist() == [[True, True, False, False]]
+    assert caches.computed.tolist() == [[16, 16]]
+
+
+def test_what_a_connector_has_loaded_is_read_anew():
+    """Its block was a request's before, whose text a level had read."""
+    assert caches_of([16, 16], [4, 4]).computed.tolist() == [[16, 16]]
+    assert not caches_of([16, 16], [4, 4], connector=object()).computed.any()
+
+
+def caches_of(starts: list[int], counts: list[int], connector: object = None) -> LevelCaches:
+    """After a step of two new requests, which share their first block; all blocks were filled."""
     table = SimpleNamespace(gpu=torch.tensor([[1, 2], [1, 3]]))
     tables = SimpleNamespace(block_sizes=[16], block_tables=[table])
-    caches = LevelCaches(SimpleNamespace(block_tables=tables), [object()], 2)
+    config = SimpleNamespace(kv_transfer_config=connector)
+    speculator = SimpleNamespace(block_tables=tables, vllm_config=config)
+    caches = LevelCaches(speculator, [object()], 2)
     caches.blocks.filled = np.ones((1, 4), dtype=bool)
     batch = SimpleNamespace(
         num_reqs=2,
         idx_mapping_np=np.arange(2),
-        num_computed_tokens_np=np.array([0, 16]),
-        num_scheduled_tokens=np.array([20, 4]),
+        num_computed_tokens_np=np.array(starts),
+        num_scheduled_tokens=np.array(counts),
     )
     caches.step_began(batch, np.ones(2, dtype=bool))
-    assert not caches.computed.any()
+    return caches
 
 
 def test_a_step_without_drafts_has_no_branches_of_the_last_one():

@@ -23,13 +23,14 @@ class FilledBlocks:
         self.filled = np.zeros((num_levels, 0), dtype=bool)
 
     def begin(self, blocks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        """The target wrote positions starts[i] to ends[i]: blocks begun there hold nothing yet.
+        """The target wrote positions starts[i] to ends[i]: their blocks hold nothing whole yet.
 
         Args:
             blocks: [n, width] block ids of each request, in the order of its positions.
             starts, ends: [n] int64.
         """
-        first = -(-starts // self.block_size)
+        # A session may go on inside a block, behind the stop token of its last turn.
+        first = starts // self.block_size
         owners, offsets = ragged_arange(np.maximum(-(-ends // self.block_size) - first, 0))
         self._reserve(blocks)
         self.filled[:, blocks[owners, first[owners] + offsets]] = False

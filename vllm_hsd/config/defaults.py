@@ -79,6 +79,7 @@ def _with_branches(hsd: CascadeConfig, target: ModelConfig, arguments: EngineArg
         "enable_adaptive_verification": hsd.enable_adaptive_verification,
         "multi-dimensional positions": target.uses_mrope,
         "an encoder": target.is_encoder_decoder,
+        "kv_sharing_fast_prefill": arguments.kv_sharing_fast_prefill,
         "enable_return_routed_experts": arguments.aux_output_config.enabled,
         "a KV connector": connector_mistake(branching, arguments) is not None,
         "max_num_batched_tokens, max_num_seqs or enable_lora": most < 2,

@@ -21,6 +21,8 @@ from vllm_hsd.rules import MAX_KERNEL_NODES
 
 # Recurrent layers that vLLM's runner tells how many tokens were accepted.
 STATES_PER_DRAFT = ("MAMBA2", "SHORT_CONV", "GDN_ATTN")
+# Its embeddings follow the tokens before, rejected ones included (0.32).
+_KEEPS_REJECTED = "LongcatFlashNgramForCausalLM"
 
 
 def check_cascade(
@@ -67,6 +69,11 @@ def target_mistakes(model_config: ModelConfig, parallel_config: ParallelConfig) 
         yield (
             "method 'hsd' runs data-parallel with dense targets only, whose ranks do not wait for "
             f"each other: set data_parallel_size to 1 for {quoted(model_config.model)}."
+        )
+    if _KEEPS_REJECTED in model_config.architectures:
+        yield (
+            f"the target {quoted(model_config.model)} reads, in vLLM, rejected tokens as if they "
+            "were text: remove speculative_config."
         )
     if parallel_config.decode_context_parallel_size > 1:
         yield "method 'hsd' does not run with decode_context_parallel_size above 1: set it to 1."

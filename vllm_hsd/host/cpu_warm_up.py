@@ -39,9 +39,10 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     config.kernel_config.enable_jit_warmup = False
     if not wanted:
         return
-    if self.decode_query_len >= scheduler.max_num_batched_tokens:
-        # Its prompts are a token longer than a draft with its root.
-        logger.info("Kernels are compiled in requests: max_num_batched_tokens is one draft's.")
+    # Its prompts are a token longer than a draft with its root, and three steps follow them.
+    longest = self.decode_query_len
+    if longest >= scheduler.max_num_batched_tokens or 4 * longest + 2 >= self.max_model_len:
+        logger.info("Kernels are compiled in requests: drafts are too long for this warm-up.")
         return
     began, largest = time.perf_counter(), scheduler.max_num_seqs
     scheduler.max_num_seqs = min(largest, _REQUESTS)

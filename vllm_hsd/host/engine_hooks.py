@@ -112,3 +112,17 @@ def validate_spec_decode(original, self, speculative_config):
 def update_request_as_session(original, self, session, update):
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
     original(self, session, update)
+
+
+@REGISTRY.replaces(
+    "vllm.v1.worker.gpu_worker.Worker._set_draft_weight_update_target",
+    "self",
+    why="refuses to load weights into levels, of which vLLM would lose what they have",
+    until="vLLM updates several drafters",
+)
+def set_draft_weight_update_target(original, self):
+    if getattr(self.speculative_config, "hsd", None) is not None:
+        raise UserError(
+            "start_draft_weight_update knows one draft model, not levels: start the server anew."
+        )
+    original(self)

@@ -33,6 +33,7 @@ class LevelCaches:
         self.keeps = any(level is not None for level in levels)
         self.computed = np.zeros((len(levels), max_num_reqs), dtype=np.int64)
         self.marked = np.zeros_like(self.computed)
+        self.loads = speculator.vllm_config.kv_transfer_config is not None
         self.blocks = FilledBlocks(len(levels), speculator.block_tables.block_sizes[0])
 
     def step_began(self, input_batch: Any, entered: np.ndarray) -> None:
@@ -51,7 +52,8 @@ class LevelCaches:
         # First: another request of the step may have hit a block that one of them was just given.
         self.blocks.begin(table[slots], starts, starts + input_batch.num_scheduled_tokens[:count])
         for slot, hit in zip(slots[entered[slots]], starts[entered[slots]], strict=True):
-            usable = self.blocks.usable(table[slot], int(hit)) if hit else 0
+            # What a connector loads holds nothing of levels, whatever its blocks held before.
+            usable = self.blocks.usable(table[slot], int(hit)) if hit and not self.loads else 0
             self.computed[:, slot] = self.marked[:, slot] = usable
 
     def committed(self, slots: np.ndarray, length: np.ndarray) -> None:

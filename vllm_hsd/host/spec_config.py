@@ -174,16 +174,20 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     def max_num_new_slots_for_drafting(self) -> int:
         return 0
 
-    def lookahead(self, vllm_config: Any) -> int | None:
+    def lookahead(self, vllm_config: Any, groups: int = 1) -> int | None:
         """Tokens past those that the target computes for which a request has slots.
 
         None: as vLLM reserves them, without branches.
+
+        Args:
+            vllm_config: vLLM's.
+            groups: KV-cache groups.
         """
         blocks = vllm_config.cache_config.num_gpu_blocks
         # vLLM 0.33 compares it with its budget of tokens before there is a cache.
         if self.hsd.branches == 1 or blocks is None:
             return None
-        rows = self.rows(vllm_config, blocks)
+        rows = self.rows(vllm_config, blocks, groups)
         return self._private_blocks(vllm_config).lookahead(rows)
 
     def rows(self, vllm_config: Any, blocks: int, groups: int = 1) -> int:
