@@ -23,7 +23,7 @@ class FilledBlocks:
         self.filled = np.zeros((num_levels, 0), dtype=bool)
 
     def begin(self, blocks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        """The target wrote positions starts[i] to ends[i]: their blocks hold nothing whole yet.
+        """The target wrote positions starts[i] to ends[i]: no level has filled their blocks yet.
 
         Args:
             blocks: [n, width] block ids of each request, in the order of its positions.

@@ -1,4 +1,4 @@
-"""Copies in KV caches: of the text to branches that begin within a block, and of winners back."""
+"""Copies in KV caches: of the block that holds the root to branches, and of winners back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BranchCaches:
         self.groups = []
 
     def begin(self, group: int, rows: BranchRows, table: torch.Tensor) -> None:
-        """Copy the text before the roots of `rows` to the blocks of a group's table."""
+        """Copy the blocks that hold the roots of `rows` to those of a group's table."""
         size = self.runner.block_tables.block_sizes[group]
         copy_to_branches(self._found()[group], rows, table, size)
 

@@ -20,8 +20,13 @@ import numpy as np
 
 from vllm_hsd.config.platform import read_on_host
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.machine_load import processor_seconds, running
-from vllm_hsd.tools.worker_process import WorkerProcess, at_end, reason_of, send_to_parent
+from vllm_hsd.tools.worker_process import (
+    WorkerProcess,
+    at_end,
+    of_processes,
+    reason_of,
+    send_to_parent,
+)
 
 # Arguments of `vllm.LLM` that every engine gets unless the caller says otherwise: the counts of
 # accepted tokens exist only with statistics on.
@@ -102,7 +107,8 @@ class EngineProcess(WorkerProcess):
 
     def memory_bytes(self) -> int:
         """Host memory that its processes, a rank each, share with no other."""
-        return sum(each.memory_full_info().uss for each in running(self._process.pid))
+        own = of_processes(lambda each: each.memory_full_info().uss, self._process.pid)
+        return sum(own.values())
 
     def wait(self) -> None:
         """Wait until the engine has loaded; raises UserError if it cannot."""
@@ -241,7 +247,7 @@ def generate(
     steps: list[list[int]] = [[] for _ in prompts]
     finishes = [""] * count
     before, levels_before, sources_before = _counts(llm), level_counts(), source_counts()
-    began, cpu_began = time.perf_counter(), processor_seconds()
+    cpu_began, began = processor_seconds(), time.perf_counter()
     engine = llm.llm_engine
     waiting = iter(range(count))
 
@@ -269,7 +275,9 @@ def generate(
                 send_to_parent((i, sequence.text))
             if output.finished:
                 start(1)
-    seconds, cpu_seconds = time.perf_counter() - began, processor_seconds() - cpu_began
+    seconds, cpu_ended = time.perf_counter() - began, processor_seconds()
+    # One that has ended meanwhile is left out.
+    cpu_seconds = sum(own - cpu_began.get(pid, 0.0) for pid, own in cpu_ended.items())
     drafts, drafted, accepted = (_counts(llm) - before).tolist()
     return Generation(
         token_ids,
@@ -287,6 +295,16 @@ def generate(
         steps,
         finishes,
     )
+
+
+def processor_seconds() -> dict[int, float]:
+    """Processor time of this process and of those that it started, an engine's ranks: by pid."""
+
+    def both(process: Any) -> float:
+        times = process.cpu_times()
+        return times.user + times.system
+
+    return of_processes(both) | {os.getpid(): time.process_time()}
 
 
 # Key of a request's LoRA adapter, a directory, among arguments of `vllm.SamplingParams`.

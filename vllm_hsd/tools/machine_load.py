@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,19 +44,6 @@ class CpuTimes:
         now = CpuTimes.now()
         others = max(0.0, (now.busy - self.busy - cpu_seconds) / seconds)
         return others, (now.steal - self.steal) / max(now.total - self.total, 1e-9)
-
-
-def running(pid: int | None = None) -> list[psutil.Process]:
-    """A process, by default this one, and those that it started, as far as they have not ended."""
-    first = psutil.Process(pid)
-    every = [first, *first.children(recursive=True)]
-    return [each for each in every if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
-
-def processor_seconds() -> float:
-    """Processor time of this process and of those that it started: an engine's ranks."""
-    others = (each.cpu_times() for each in running()[1:])
-    return time.process_time() + sum(times.user + times.system for times in others)
 
 
 class MachineLoad(BaseModel):

@@ -187,6 +187,24 @@ def _serve(
         at_end.close()
 
 
+def of_processes(measure: Callable[[Any], Any], pid: int | None = None) -> dict[int, Any]:
+    """What a function says of a `psutil.Process` and of those that it started, by pid.
+
+    Args:
+        measure: called with each that has not ended.
+        pid: of the first one; None: of this process.
+    """
+    # A host that proves kernels alone need not have it.
+    import psutil
+
+    first, found = psutil.Process(pid), {}
+    for each in [first, *first.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.status() != psutil.STATUS_ZOMBIE:
+                found[each.pid] = measure(each)
+    return found
+
+
 def send_to_parent(answer: Any) -> None:
     """Give `answer` to the `on_message` of the call that runs."""
     _parent.send((None, answer))

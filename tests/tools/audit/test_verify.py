@@ -12,7 +12,6 @@ from vllm_hsd.tools.audit.drafters import OFFERS
 from vllm_hsd.tools.audit.mutants import MUTANTS
 from vllm_hsd.tools.audit.sampled import Setting, Texts
 from vllm_hsd.tools.audit.seeded import Seeded
-from vllm_hsd.tools.audit.statistics import Check
 from vllm_hsd.tools.audit.workloads import Found
 from vllm_hsd.tools.cli import verify_report, verify_runs
 from vllm_hsd.tools.cli.bench_jobs import Results
@@ -52,29 +51,22 @@ def test_a_run_that_shows_nothing_is_no_pass(text_family, verify, temperatures, 
     assert status == NOT_ENOUGH and reason in found["verdict"]
 
 
-def drafts_of(name: str, drafts: int) -> Found:
+def drafts_of(name: str, drafts: int, steps: list[int]) -> Found:
     """Greedy answers of a workload, equal to those of no speculation; of so many drafts."""
-    exact = Texts([""], drafts=drafts, drafted=drafts)
+    exact = Texts([""], drafts=drafts, drafted=drafts, step_lengths=[steps])
     return Found(name, Texts([""]), exact, None, Seeded(1, 64, []))
 
 
-@pytest.mark.parametrize(("drafts", "said"), [(0, "no greedy text has drafts in it"), (3, None)])
-def test_equal_greedy_texts_without_drafts_show_nothing(drafts, said):
+@pytest.mark.parametrize(
+    ("drafts", "steps", "said"),
+    # A server counts no drafts.
+    [(0, [1, 1], "no greedy text has drafts in it"), (3, [1, 1], None), (0, [1, 2], None)],
+)
+def test_equal_greedy_texts_without_drafts_show_nothing(drafts, steps, said):
     asked = Verification(mock.Mock(), [], 64, greedy=True, equal_drafter=False)
-    served = [drafts_of("crowd16", 0), drafts_of("turns", drafts)]
+    served = [drafts_of("crowd16", 0, [1]), drafts_of("turns", drafts, steps)]
     found = Outcome(asked, {}, Texts([]), [], Results(mock.Mock()), {}, [], served=served)
     assert found.too_little_drafted == said
-
-
-@pytest.mark.parametrize(("moved", "enough"), [(9.0, True), (3.0, False)])
-def test_a_workload_alone_shows_what_the_steady_one_would(moved, enough):
-    """Too few tokens to find what leans to the drafter show nothing either."""
-    leaning = Check("turns", "leans", "mid", "all", 64, 0.5, 0.0, "score", 0.4, ((moved, 0.4),))
-    drawn = Texts([""], token_ids=[[1] * 64], step_lengths=[[2] * 32])
-    served = [Found("turns", drawn, Texts([""]), None)]
-    asked = Verification(mock.Mock(), [Setting(1.0, {})], 64, greedy=False, equal_drafter=False)
-    found = Outcome(asked, {}, Texts([]), [leaning], Results(mock.Mock()), {}, [], served=served)
-    assert (found.too_little_drafted is None) == enough
 
 
 LOOKUP = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}

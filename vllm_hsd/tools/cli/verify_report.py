@@ -130,26 +130,25 @@ class Outcome:
     @property
     def too_little_drafted(self) -> str | None:
         """Why the text cannot show what a run promises; None where it can."""
-        if not (self.checks or self.seeded or self.verification.servers):
-            answers = self.greedy_results.generations.items()
-            drafted = sum(found.drafted for job, found in answers if job.config)
-            if not drafted + sum(each.exact.drafted for each in self.served):
-                compared = answers or any(each.compared for each in self.served)
+        if not (self.checks or self.seeded):
+            every = self.greedy_results.generations.items()
+            answers: list[Any] = [found for job, found in every if job.config]
+            answers += [each.exact for each in self.served]
+            # Servers count no drafts; a step of several tokens had one.
+            steps = (n for found in answers for own in found.step_lengths for n in own)
+            if not sum(found.drafted for found in answers) and max(steps, default=0) < 2:
+                compared = every or any(each.compared for each in self.served)
                 return "no greedy text has drafts in it" if compared else "nothing was tested"
         empty = [each.name for each in self.served if not each.drawn.num_offered]
         if empty and self.verification.settings:
             return f"no draft reached a place of {', '.join(empty)}"
-        names, texts = self.texts.names, [self.texts]
         if not self.texts.num_tokens:
-            names, texts = [own.name for own in self.served], [own.drawn for own in self.served]
-        if not (num_tokens := sum(own.num_tokens for own in texts)):
             return None
-        num_offered = sum(own.num_offered for own in texts)
-        reached = f"drafts reached {num_offered} of {num_tokens} places"
-        if not num_offered:
+        reached = f"drafts reached {self.texts.num_offered} of {self.texts.num_tokens} places"
+        if not self.texts.num_offered:
             return reached
         significance = ERROR_PROBABILITY / len(self.checks)
-        for name in names:
+        for name in self.texts.names:
             own = [each for each in self.checks if each.leans and each.setting == name]
             if own and not any(lean.enough(each, significance) for each in own):
                 least = min(each.detectable(significance) for each in own)
