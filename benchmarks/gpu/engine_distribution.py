@@ -50,7 +50,7 @@ def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
-    """Every configuration's text against the target's law; the controls' must not have it.
+    """Every configuration's text against the target's distribution; the controls' must differ.
 
     Args:
         family: directories of target, mid and small.

@@ -194,7 +194,7 @@ def _hotter(logits, temperature, *rest, **options):
 
 
 def run(setting: Setting) -> Finding:
-    """Every cascade's text against the target's law, and the controls', which must not have it."""
+    """Every cascade's text against the target's distribution; the controls' must differ."""
     sizes = TOY if setting.toy else FULL
     # A few hundred tokens show a bias less strongly.
     rejected = pit.PASSES if setting.toy else pit.REJECTED

@@ -100,7 +100,7 @@ def test_a_step_with_room_for_the_drafts_of_one_request_alone(family, branches):
 
 
 def test_texts_that_are_shorter_than_those_of_the_warm_up(family):
-    """Which would read and write behind the rows of block tables."""
+    """Which would read and write past the rows of block tables."""
     room = {"max_model_len": 128, "max_num_batched_tokens": 128}
     engine = {**ENGINE, **room, "model": family.target}
     del engine["jit_monitor_mode"]

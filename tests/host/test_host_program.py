@@ -132,7 +132,7 @@ def test_a_block_that_changes_hands_in_a_step_holds_nothing_of_its_next_owner():
 
 
 def test_a_block_that_a_session_goes_on_in_is_not_whole():
-    """A level has read behind the stop token of its last turn, to the block's end."""
+    """A level has read past the stop token of its last turn, to the block's end."""
     caches = caches_of([24, 16], [8, 16])
     assert caches.blocks.filled.tolist() == [[True, True, False, False]]
     assert caches.computed.tolist() == [[16, 16]]

@@ -43,7 +43,7 @@ def test_ranks_of_an_engine_count_with_it():
         assert processor_seconds()[rank.pid] > 0.05
         rank.kill()
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
-        # It has ended, and nobody has asked how.
+        # It has ended, and its exit status has not been read.
         assert rank.pid not in processor_seconds()
 
 

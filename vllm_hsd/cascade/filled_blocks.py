@@ -29,7 +29,7 @@ class FilledBlocks:
             blocks: [n, width] block ids of each request, in the order of its positions.
             starts, ends: [n] int64.
         """
-        # A session may go on inside a block, behind the stop token of its last turn.
+        # A session may go on inside a block, after the stop token of its last turn.
         first = starts // self.block_size
         owners, offsets = ragged_arange(np.maximum(-(-ends // self.block_size) - first, 0))
         self._reserve(blocks)
