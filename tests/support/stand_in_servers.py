@@ -1,7 +1,9 @@
 """Servers of a model that is a table, which speak the protocols of vLLM, SGLang and llama.cpp."""
 
+import itertools
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +26,8 @@ class Handler(BaseHTTPRequestHandler):
     wrong = 0.0
     owner = ""
     incremental = False
+    # Numbers of unseeded answers by the last token of their prompt: the same texts in every run.
+    unseeded: defaultdict[int, itertools.count]
 
     def log_message(self, *_):
         pass
@@ -86,7 +90,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"completion_probabilities": [{"id": row[0]["id"], "top_logprobs": row}]})
 
     def steps(self, last: int, left: int, params: dict, seed: int | None) -> Iterator[list[int]]:
-        rng, first = np.random.default_rng(seed), True
+        number = (last, next(self.unseeded[last])) if seed is None else seed
+        rng, first = np.random.default_rng(number), True
         self.send_response(200)
         self.end_headers()
         while left:
@@ -154,7 +159,8 @@ def likeliest(body: dict) -> list:
 def stand_in(owner: str, wrong: float = 0.0, **attributes) -> AbstractContextManager[str]:
     """URL of a server whose every token is the likeliest one, `wrong` of the time more than due."""
     handler = VllmHandler if owner == "vllm" else Handler
-    return listening(type("Speaking", (handler,), {"owner": owner, "wrong": wrong, **attributes}))
+    own = {"owner": owner, "wrong": wrong, "unseeded": defaultdict(itertools.count), **attributes}
+    return listening(type("Speaking", (handler,), own))
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def command(arguments: argparse.Namespace) -> int:
     canary = _read(path, Canary(dtype, served.model, served.url))
     before = canary.tokens
     # The uniforms must not be those of an earlier run that this one goes on from.
-    rng, until = np.random.default_rng(), before + arguments.tokens
+    rng, until = np.random.default_rng([before, *b"watch"]), before + arguments.tokens
     while canary.tokens < until and canary.p_value >= ERROR_PROBABILITY:
         first = canary.answers
         params: list[dict[str, Any]] = [
