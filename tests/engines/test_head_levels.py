@@ -190,6 +190,24 @@ def test_heads_that_are_fed_something_else_are_caught(
     assert share < 0.99
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_what_a_head_never_reads_of_prompts_is_zeros_to_it(stale, configured, plain, reference):
+    """With a control: it meets what earlier requests have left in the same blocks."""
+    jobs = {job: JOBS[job] for job in ("max_model_len", "batch 6")}
+    few_blocks = {"enable_prefix_caching": False, "num_gpu_blocks_override": 20}
+    patch = f"{RECORDED}+keep_few" + "+leave_stale" * stale
+    results, drafts = served({**configured("model"), **few_blocks}, jobs, patch)
+    check_greedy(results, plain)
+    alike = []
+    for text, drafted in sorted(drafts)[::3]:
+        prompt = max((p for p in PROMPTS if list(text[: len(p)]) == p), key=len)
+        unread = max(len(prompt) - recorded_heads.FEW, 0)
+        found = [*drafted, drafts[text, drafted]]
+        alike.append(reference.guesses(list(text), found, unread=unread)[-1] == found[-1])
+    share = sum(alike) / len(alike)
+    assert len(alike) > 30 and (share < 0.99 if stale else share == 1), share
+
+
 @pytest.mark.parametrize(
     "name", slow("two models", "lookup", "model, one round", "exit", "horizontal")
 )

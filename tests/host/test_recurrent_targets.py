@@ -98,6 +98,9 @@ def test_configurations_of_vllm(family, tmp_path):
     engine = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256}
     (error,) = configuration_errors([{**engine, "speculative_config": cascade}])
     assert "UserError: the target" in error and "\n" not in error
+    verified = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    verified["rejection_sample_method"] = "hierarchical"
+    assert configuration_errors([{**engine, "speculative_config": verified}]) == [error]
     engine["speculative_config"] = {**cascade, "untested": True}
     (said,) = in_process(configured, {"engine": engine})
     assert said.startswith("No cascade was ever tested on a target that keeps recurrent state, as")

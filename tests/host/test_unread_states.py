@@ -37,5 +37,15 @@ def test_the_oldest_are_lost_where_nothing_is_drafted_for_long(monkeypatch):
     unread = UnreadStates(1)
     for i in range(10):
         unread.keep(0, states(2 * i, 2 * i + 1))
-    assert unread.first[0] == 16 and unread.count[0] == 4
-    assert unread.take(np.array([0])).flatten().tolist() == [16, 17, 18, 19]
+    unread.keep(0, states(20))
+    assert unread.first[0] == 17 and unread.count[0] == 4
+    assert unread.take(np.array([0])).flatten().tolist() == [17, 18, 19, 20]
+
+
+def test_of_a_prompt_the_last_ones_are_kept(monkeypatch):
+    monkeypatch.setattr(unread_states, "MOST", 4)
+    unread = UnreadStates(1)
+    unread.keep(0, states(0, 1, 2))
+    unread.keep(0, states(*range(3, 10)))
+    assert unread.first[0] == 6 and unread.count[0] == 4
+    assert unread.take(np.array([0])).flatten().tolist() == [6, 7, 8, 9]

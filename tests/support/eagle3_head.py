@@ -81,11 +81,17 @@ def train(head: Head, model: LlamaForCausalLM) -> None:
         optimizer.step()
 
 
-def causal_pass(head: Head, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The head's layer over one sequence: (before the last norm, after it), [time, hidden]."""
+def causal_pass(
+    head: Head, embeds: Tensor, hidden: Tensor, unread: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The head's layer over one sequence: (before the last norm, after it), [time, hidden].
+
+    unread: first positions whose keys and values are zeros.
+    """
     layer, (cos, sin) = head.midlayer, rotary(len(embeds), head.shape)
     both = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)[None]
     q, k, v = layer.self_attn.project(both, cos, sin)
+    k[:, :, :unread], v[:, :, :unread] = 0, 0
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     hidden = hidden + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))[0]
     hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -94,7 +100,12 @@ def causal_pass(head: Head, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def roll_out(
-    head: Head, embedding: Tensor, states: Tensor, tokens: list[int], drafted: list[int]
+    head: Head,
+    embedding: Tensor,
+    states: Tensor,
+    tokens: list[int],
+    drafted: list[int],
+    unread: int = 0,
 ) -> list[Tensor]:
     """Outputs after `tokens` and each of `drafted`, by `states` [time, layers, hidden] before."""
     hidden = head.combine(states)
@@ -102,7 +113,7 @@ def roll_out(
     outputs = []
     for token in [*drafted, None]:
         embeds = embedding[torch.tensor(tokens[1:])]
-        before, after = causal_pass(head, embeds, hidden)
+        before, after = causal_pass(head, embeds, hidden, unread)
         outputs.append(after[-1])
         # A drafted position has no target state: the head's own output stands in for it.
         hidden = torch.cat([hidden, before[-1:]])
@@ -118,12 +129,15 @@ class Reference:
         self.embedding = self.model.model.embed_tokens.weight.detach()
         self.head = load_head(Path(head))
 
-    def guesses(self, text: list[int], draft: list[int], shift: int = 0) -> list[int]:
+    def guesses(
+        self, text: list[int], draft: list[int], shift: int = 0, unread: int = 0
+    ) -> list[int]:
         """The head's likeliest token after each part of a draft: the draft, where it is its own.
 
         shift: positions by which the states come too late, for a control.
+        unread: first positions that are zeros to the head.
         """
         read = states(self.model, torch.tensor([text]))[0, :-1].roll(shift, 0)
-        outputs = roll_out(self.head, self.embedding, read, text, draft[:-1])
+        outputs = roll_out(self.head, self.embedding, read, text, draft[:-1], unread)
         logits = map(self.head.lm_head, outputs)
         return [int(self.head.draft_tokens[row.argmax()]) for row in logits]

@@ -6,9 +6,11 @@ from unittest import mock
 from support import engines
 from support.hosted_branches import runner_of
 
+from vllm_hsd.host import unread_states
 from vllm_hsd.tools.audit.mutants import replace
 
 HEAD = "vllm_hsd.host.target_head:ProgramHead"
+FEW = 8
 # (verified text, draft tokens after it) -> what the head makes of it
 _NOTED: dict[tuple, Any] = {}
 
@@ -93,6 +95,16 @@ def keep_own_states() -> None:
 
     replace(f"{HEAD}._read", read_last)
     replace("vllm_hsd.host.unread_states:UnreadStates.keep", keep_last)
+
+
+def keep_few() -> None:
+    """Of a text the head reads the last FEW states alone."""
+    unread_states.MOST = FEW
+
+
+def leave_stale() -> None:
+    """What is not read is what other requests have left."""
+    replace(f"{HEAD}._clear", lambda clear, self, *where: None)
 
 
 def hurry() -> None:

@@ -109,6 +109,17 @@ def position_mistakes(hsd: CascadeConfig, target: str) -> Iterator[str]:
         yield f"levels[0].branches {needs}: set it to 1."
 
 
+def lost_state(target: ModelConfig) -> str | None:
+    """A sentence where no draft of a target can be rejected, whatever drafts."""
+    # Layers for CPUs ignore how many tokens were accepted (0.32), under any method.
+    if not current_platform.is_cpu() or not (target.is_hybrid or target.is_attention_free):
+        return None
+    return (
+        f"the target {quoted(target.model)} keeps recurrent state, of which vLLM on a CPU loses "
+        "what rejected tokens have overwritten: remove speculative_config."
+    )
+
+
 def state_mistakes(hsd: CascadeConfig, target: ModelConfig) -> Iterator[str]:
     """A sentence for all that does not go with recurrent state, such as Mamba's, of the target."""
     name = quoted(target.model)
@@ -116,12 +127,8 @@ def state_mistakes(hsd: CascadeConfig, target: ModelConfig) -> Iterator[str]:
         if hsd.untested:
             yield f"untested has no meaning on {name}, which keeps no recurrent state: remove it."
         return
-    if current_platform.is_cpu():
-        # Its layers for CPUs ignore how many tokens were accepted (0.32), under any method.
-        yield (
-            f"the target {name} keeps recurrent state, of which vLLM on a CPU loses what rejected "
-            "tokens have overwritten: remove speculative_config."
-        )
+    if (mistake := lost_state(target)) is not None:
+        yield mistake
         return
     if not hsd.untested:
         yield (

@@ -118,7 +118,7 @@ class HostSpeculator(BaseSpeculator):
         count = input_batch.num_reqs
         self._bound_seq_lens(input_batch)
         if self.head is not None:
-            self.head.keep_step(*computed)
+            self.head.keep_step(input_batch)
         slots, program = input_batch.idx_mapping_np[:count], self.program
         self._take_in(input_batch, slots, num_sampled, num_rejected)
         if num_speculative_tokens == 0 or count > self.state.batch:

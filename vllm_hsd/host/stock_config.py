@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
+from vllm_hsd.config.level_checks import lost_state
 from vllm_hsd.errors import UserError, quoted, refusal
 from vllm_hsd.host.draft_models import name_layers
 from vllm_hsd.host.engine_hooks import STOCK_METHODS, NeedsHooks
@@ -35,6 +36,8 @@ class HierarchicalConfig(NeedsHooks, SpeculativeConfig):
         # vLLM's own checks of a method may ask for a package that it needs.
         if (method := raw.get("method")) is not None:
             _check_method(method)
+        if (mistake := lost_state(target_model_config)) is not None:
+            raise UserError(mistake)
         try:
             parsed = cls(
                 **{**raw, "rejection_sample_method": "block"},

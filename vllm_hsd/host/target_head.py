@@ -10,12 +10,13 @@ proposal reads what the target's step has computed, up to num_speculative_tokens
 states exist in that step only; a request whose levels do not read a step drafts nothing later. In
 later rounds what the head has missed are tokens of the draft, and it reads them one by one.
 
-On a CPU, where levels read late, it reads prompts at once, since a block of a prompt may be met
-again without its states; states of later tokens are kept until it drafts (`unread_states`).
+On a CPU, where levels read late, the last states of a text are kept until it drafts for it
+(`unread_states`). What it never reads of a prompt is zeros to it, also to requests that share it.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -195,33 +196,36 @@ class ProgramHead(ProgramModel):
         final, _ = super().compute(tokens, positions, attn_metadata, slot_mappings, hidden)
         return final
 
-    def keep_step(
-        self,
-        batch: Any,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-    ) -> None:
-        """Read the prompts of the step that was taken, and keep its states of verified tokens.
+    def keep_step(self, batch: Any) -> None:
+        """Keep the step's states of verified tokens, after `take_states`.
 
         Args:
-            batch: vLLM's InputBatch; the others are of its pass.
+            batch: vLLM's InputBatch.
         """
         unread, count = cast(UnreadStates, self.unread), batch.num_reqs
-        if batch.has_prefill:
-            tokens = batch.num_tokens_after_padding
-            fed = batch.input_ids[:tokens], batch.positions[:tokens]
-            self.compute(*fed, attn_metadata, slot_mappings)
         slots, begins = batch.idx_mapping_np[:count], batch.num_computed_tokens_np[:count]
         length = self.step.texts["length"].numpy()[slots]
-        verified = np.clip(length - 1 - begins, 0, batch.num_scheduled_tokens[:count])
-        states, prompts = torch.cat(self.step.states, -1), batch.is_prefilling_np
+        computed = batch.num_scheduled_tokens[:count]
+        verified = np.clip(length - 1 - begins, 0, computed)
+        states, entered = torch.cat(self.step.states, -1), self.speculator.parameters.entered
         for i, start in enumerate(batch.query_start_loc_np[:count]):
-            end, first = start + verified[i], start
-            if prompts[i]:
-                # What is drafted after the last entry needs its output.
-                first = max(end - 1, start)
-                unread.restart(slots[i], begins[i] + first - start)
-            unread.keep(slots[i], states[first:end])
+            if entered[slots[i]]:
+                unread.restart(slots[i], begins[i])
+            if batch.is_prefilling_np[i]:
+                self._clear(slots[i], begins[i], begins[i] + computed[i])
+            unread.keep(slots[i], states[start : start + verified[i]])
+
+    def _clear(self, slot: int, begin: int, end: int) -> None:
+        """Set the entries of the blocks that begin at these positions of a text to zero."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        tables, number = self.speculator.block_tables, self.speculator.kv_cache_config.num_blocks
+        for group in itertools.chain(*self.groups):
+            size = tables.block_sizes[group.kv_cache_group_id]
+            table = tables.block_tables[group.kv_cache_group_id].gpu[slot]
+            blocks = table[-(-begin // size) : -(-end // size)].long()
+            for name in group.layer_names:
+                cache = layers[name].kv_cache
+                cache.movedim(cache.shape.index(number), 0)[blocks] = 0
 
     def read(self, slots: np.ndarray, rows: np.ndarray) -> None:
         """Read all that is kept of requests, before they draft.

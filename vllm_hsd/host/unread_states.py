@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-# Most states of a request that are kept.
+# Most states of a request that are kept; a head accepts nearly as much with fewer.
 MOST = 256
 
 
@@ -31,13 +31,18 @@ class UnreadStates:
     def keep(self, slot: int, states: torch.Tensor) -> None:
         """Add states [n, width] of the next positions.
 
-        Those that came MOST before them are lost: entries of the head that are never filled.
+        All but the last MOST are lost: entries of the head that are never filled.
         """
         parts = self.parts[slot]
-        parts.append(states.clone())
-        self.count[slot] += len(states)
-        while self.count[slot] > MOST:
-            lost = len(parts.pop(0))
+        parts.append(states[-MOST:].clone())
+        dropped = max(len(states) - MOST, 0)
+        self.first[slot] += dropped
+        self.count[slot] += len(states) - dropped
+        while (lost := self.count[slot] - MOST) > 0:
+            lost = min(lost, len(parts[0]))
+            parts[0] = parts[0][lost:]
+            if not len(parts[0]):
+                del parts[0]
             self.first[slot] += lost
             self.count[slot] -= lost
 

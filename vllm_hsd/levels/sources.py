@@ -47,7 +47,7 @@ class SourcesLevelConfig(BranchKeys):
 
     @property
     def fills_cache_lazily(self) -> bool:
-        """A head reads prompts as they are computed."""
+        """A head keeps states of the target's, of its last steps."""
         last = self.sources[-1]
         return last.keeps_cache and not last.reads_target_states
 

@@ -78,3 +78,10 @@ def test_mistakes_are_named(tmp_path, error):
     with stand_in("sglang") as url:
         (tmp_path / "watch.json").write_text("{}")
         assert "remove it" in error("--watch", url, "--plain-url", url)
+        (tmp_path / "a.jsonl").write_text('{"prompt": "a", "extra_args": {"b": 1}}')
+        prompts = "--prompts", str(tmp_path / "a.jsonl")
+        for served in (
+            ("--watch", url, "--plain-url", url),
+            ("--model", "m", "--speculative-config", "{}"),
+        ):
+            assert "only `vllm-hsd bench` reads 'extra_args'" in error(*served, *prompts)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,11 +80,16 @@ def test_a_target_that_gives_no_states_is_named(family, tmp_path, capsys):
     gemma = damaged_copy(family.target, tmp_path / "gemma", change)
     sources = [{"ngram": {"max": 3}}, {"eagle3": head(family)}]
     said = [
-        r"levels\[0\].eagle3 reads hidden states that GemmaForCausalLM does not give",
+        r"levels\[0\].sources\[1\].eagle3 reads hidden states that GemmaForCausalLM does not give",
         r"levels\[1\].early_exit works with the targets",
     ]
     config = cascade({"sources": sources, "num_tokens": 3}, {"early_exit": 1})
     check_faults(capsys, gemma, config, said)
+
+
+def test_an_mtp_level_needs_no_states_that_heads_read():
+    engine = SimpleNamespace(speculative_config=cascade({"mtp": {}}))
+    assert doctor._head_mistakes(engine) == []
 
 
 def test_builds_that_do_not_import_are_one_problem_and_nothing_after_them_is_tried(

@@ -29,7 +29,8 @@ def test_lines_with_what_the_prompt_asks_for(tmp_path):
     lines = [{"prompt": "a", **own, "category": "x"}, {"turns": ["b"]}]
     path.write_text("\n".join(map(json.dumps, lines)))
     assert read_requests(path) == [("a", own), ([{"role": "user", "content": "b"}], {})]
-    assert read_prompts(path) == [prompt for prompt, _ in read_requests(path)]
+    with pytest.raises(UserError, match="only `vllm-hsd bench` reads 'extra_args' of a line"):
+        read_prompts(path)
 
 
 def test_plain_text(tmp_path):

@@ -331,9 +331,11 @@ def _head_mistakes(engine: Any) -> list[str]:
     with collected([]):
         levels = CascadeConfig.parse({k: v for k, v in given.items() if k != "method"}).levels
         for i, level in enumerate(levels):
-            if any(source.reads_target_states for source in level.drafters):
-                with collected(mistakes):
-                    check_states(get_model_cls(engine.create_model_config()), f"levels[{i}].eagle3")
+            for name, source in level.named_sources(f"levels[{i}]"):
+                if source.kind == "eagle3":
+                    with collected(mistakes):
+                        target = get_model_cls(engine.create_model_config())
+                        check_states(target, f"{name}.eagle3")
     return mistakes
 
 

@@ -39,6 +39,7 @@ from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
 from vllm_hsd.tools.cli.verify_workloads import shares
 from vllm_hsd.tools.engine import MAX_CPU_CACHE, EngineProcess
+from vllm_hsd.tools.planner.prompts import refuse_sampling
 from vllm_hsd.tools.worker_process import LOGS
 
 # Requests of an engine at once, and those of sampled text: in small batches most is drafted.
@@ -104,6 +105,7 @@ def parse(arguments: argparse.Namespace) -> Verification:
         num_prompts=1,
         rounds=1,
     )
+    refuse_sampling(comparison.sampling)
     filters: dict[str, Any] = {"top_k": TOP_K} if servers else {}
     return Verification(
         comparison,

@@ -18,6 +18,7 @@ from vllm_hsd.tools.audit.statistics import ERROR_PROBABILITY
 from vllm_hsd.tools.cli import bench
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP
+from vllm_hsd.tools.planner.prompts import refuse_sampling
 
 # Answers between two looks at the p-value.
 AT_ONCE = 8
@@ -38,6 +39,7 @@ def command(arguments: argparse.Namespace) -> int:
         arguments, [], batch_sizes=[AT_ONCE], temperatures=temperatures,
         max_tokens=ANSWER_TOKENS, num_prompts=1, rounds=1,
     )  # fmt: skip
+    refuse_sampling(comparison.sampling)
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
     dtype = arguments.dtype if arguments.dtype in LARGEST_GAP else "bfloat16"
     try:

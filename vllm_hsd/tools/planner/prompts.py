@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.tools.planner.public_sets import PublicSet
 
 # Raw text, or a chat of one message.
@@ -25,8 +26,19 @@ def prompts_file(path: str | Path) -> Path:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a file, in order: `read_requests` without what lines hold besides."""
-    return [prompt for prompt, _ in read_requests(path)]
+    """Prompts of a file, in order, where lines hold nothing else; see `read_requests`."""
+    requests = read_requests(path)
+    refuse_sampling(sampling for _, sampling in requests)
+    return [prompt for prompt, _ in requests]
+
+
+def refuse_sampling(lines: Iterable[dict[str, Any]]) -> None:
+    """Raise a UserError if any line holds arguments of SAMPLING."""
+    if held := next(filter(None, lines), None):
+        raise UserError(
+            f"--prompts: only `vllm-hsd bench` reads {quoted(next(iter(held)))} of a line: remove "
+            "it."
+        )
 
 
 def read_requests(path: str | Path) -> list[tuple[Prompt, dict[str, Any]]]:
