@@ -71,6 +71,42 @@ def test_it_is_near_the_best_fixed_choice_and_never_slower_than_no_drafts(scenar
     assert learned > 0.95
 
 
+def rare() -> list:
+    return [Guess(0.3, 0.3)]
+
+
+def rare_next_to_a_head() -> list:
+    return [Guess(0.5, 0.15), Drafter(0.2, lambda _: 0.01)]
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "levels"),
+    [
+        (compute_bound, 10, rare),
+        (lambda tokens: 0.061 if tokens <= 10 else 0.073 + 0.0005 * tokens, 10, rare),
+        (lambda tokens: 0.045 + 0.016 * np.ceil(tokens / 16), 16, rare_next_to_a_head),
+    ],
+    ids=["steep", "a step", "stairs"],
+)
+def test_steps_without_drafts_are_not_timed_with_those_of_a_token_more(target, size, levels):
+    """Else the first draft seems to be free where a batch fills a tile of a matrix."""
+    assert speedup(target, levels(), size) > 0.97
+
+
+def test_whether_a_draft_goes_on_is_not_settled_by_what_was_drawn_for_others():
+    """Else another one, which the scheduler cuts for it, would be cut by its own tokens."""
+    answers = {}
+    for price in (0.1, 0.3, 0.5, 0.7, 0.9):
+        for sure in (0.01, 0.5, 0.99):
+            budget = DraftBudget(drafting_levels([8], looks_up=False), 2)
+            budget.drafting = 2
+            estimates = np.array([[0.5], [sure]])
+            of_it = np.arange(2), estimates, np.ones(2, dtype=np.int64), (price, np.full(8, 0.1))
+            answers.setdefault(price, set()).add(bool(budget.goes_on(0, *of_it)[0]))
+    assert all(len(each) == 1 for each in answers.values()), answers
+    assert set().union(*answers.values()) == {False, True}
+
+
 def test_requests_that_begin_do_not_end_the_drafts_of_others():
     """A prompt, or a request before its first draft, makes a batch of a size that does not last."""
     serving = Serving(cpu, [model(cpu, 0.8, 0.1)], 4, prompt=60)

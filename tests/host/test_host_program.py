@@ -20,6 +20,7 @@ from vllm_hsd.host.level_caches import LevelCaches
 
 # A level that is left out passes rows on, which are read at its temperature.
 ONE_SCALE = torch.ones(3)
+TWO_SHARE_A_BLOCK = torch.tensor([[1, 2], [1, 3]])
 
 
 def selection(rng: np.random.Generator, lengths, requests: int) -> StepLevels | None:
@@ -144,21 +145,38 @@ def test_what_a_connector_has_loaded_is_read_anew():
     assert not caches_of([16, 16], [4, 4], connector=object()).computed.any()
 
 
-def caches_of(starts: list[int], counts: list[int], connector: object = None) -> LevelCaches:
-    """After a step of two new requests, which share their first block; all blocks were filled."""
-    table = SimpleNamespace(gpu=torch.tensor([[1, 2], [1, 3]]))
-    tables = SimpleNamespace(block_sizes=[16], block_tables=[table])
+@pytest.mark.parametrize(("connector", "read"), [(None, 40 + 8 + 8), (object(), 3 * 40)])
+def test_a_prefix_that_requests_share_is_read_once(connector, read):
+    """Of requests that come together, when no level has read anything."""
+    table = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 2, 5]])
+    caches = caches_of([0, 32, 32], [40, 8, 8], connector, table, filled=False)
+    caches._compute, slots = mock.Mock(), np.arange(3)
+    assert caches.read(0, slots, np.full(3, 40)) == read
+    assert (caches.computed == 40).all()
+    assert sum(call.args[3].sum() for call in caches._compute.call_args_list) == read
+    assert caches.read(0, slots, np.full(3, 40)) == 0
+
+
+def caches_of(
+    starts: list[int],
+    counts: list[int],
+    connector: object = None,
+    table: torch.Tensor = TWO_SHARE_A_BLOCK,
+    filled: bool = True,
+) -> LevelCaches:
+    """After a step of new requests, of a level that had filled all blocks or none."""
+    tables = SimpleNamespace(block_sizes=[16], block_tables=[SimpleNamespace(gpu=table)])
     config = SimpleNamespace(kv_transfer_config=connector)
-    speculator = SimpleNamespace(block_tables=tables, vllm_config=config)
-    caches = LevelCaches(speculator, [object()], 2)
-    caches.blocks.filled = np.ones((1, 4), dtype=bool)
+    speculator = SimpleNamespace(block_tables=tables, vllm_config=config, max_num_tokens=64)
+    caches = LevelCaches(speculator, [object()], len(table))
+    caches.blocks.filled = np.full((1, int(table.max()) + 1), filled)
     batch = SimpleNamespace(
-        num_reqs=2,
-        idx_mapping_np=np.arange(2),
+        num_reqs=len(table),
+        idx_mapping_np=np.arange(len(table)),
         num_computed_tokens_np=np.array(starts),
         num_scheduled_tokens=np.array(counts),
     )
-    caches.step_began(batch, np.ones(2, dtype=bool))
+    caches.step_began(batch, np.ones(len(table), dtype=bool))
     return caches
 
 

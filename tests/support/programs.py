@@ -339,8 +339,9 @@ class TableCaches(LevelCaches):
         self.engine, self.levels, self.keeps = engine, list(engine.levels), True
         if engine.lookup is not None:
             self.levels[0] = None
+        self.own = [k for k, level in enumerate(self.levels) if level is not None]
         self.computed = np.zeros((len(self.levels), MAX_NUM_REQS), dtype=np.int64)
-        self.marked = np.zeros_like(self.computed)
+        self.marked, self.hits = np.zeros_like(self.computed), np.zeros(MAX_NUM_REQS, np.int64)
         self.blocks = FilledBlocks(len(self.levels), BLOCK_SIZE)
         self.speculator = SimpleNamespace(max_num_tokens=7)
 

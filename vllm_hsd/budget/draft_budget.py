@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vllm_hsd.budget.acceptance import PLACES, PRIOR_ACCEPTANCE, AcceptanceEstimates
-from vllm_hsd.budget.goodput import FORBIDDEN, Goodput
+from vllm_hsd.budget.goodput import FORBIDDEN, MEMORY, Goodput
 from vllm_hsd.budget.reading import Reading
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import Searches, Trials
@@ -83,6 +83,10 @@ class DraftBudget:
         self.searches = Searches()
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
+        # By level and passes so far, what a further pass gains of each request, exponentially
+        # forgotten; and of the proposal under way, its passes and requests.
+        self.further = np.zeros((self.target, self.longest + 1))
+        self.passes, self.drafting = 0, 1
         # Tokens of their branches, that are verified next to the drafts.
         self.branch_tokens = np.zeros(num_slots, dtype=np.int64)
 
@@ -111,6 +115,7 @@ class DraftBudget:
             left: tokens that a request may still get, in the mean.
         """
         size, target = len(slots), self.goodput[-1]
+        self.passes, self.drafting = 0, max(size, 1)
         if not size or target.times.empty:
             # Nothing is known yet: one request tells, with all that there is.
             one = np.where(np.arange(size) == 0, most, 0)
@@ -183,6 +188,10 @@ class DraftBudget:
     ) -> np.ndarray:
         """bool [n], for which drafts of a model for the target a further pass is worth its price.
 
+        What a request's answer reads of other requests is how many they are and what a pass gained
+        of them in past proposals: vLLM cuts drafts to the length of a step, so that a token drawn
+        for one request would settle, by the length of another's draft, whether it is verified.
+
         Args:
             level: that drafts.
             slots: [n] int64.
@@ -196,7 +205,11 @@ class DraftBudget:
         survival = np.where(places < drafted[:, None], each, 1.0).prod(1)
         token = prices[1][np.minimum(drafted, len(prices[1]) - 1)]
         gain = survival * self.acceptance.ahead(row, slots, 1)[:, 0] - token
-        worth: np.ndarray = (gain > 0) & (gain[gain > 0].sum() >= prices[0])
+        before, now = self.further[level, self.passes], gain[gain > 0].sum() / self.drafting
+        self.further[level, self.passes] += (1 - MEMORY) * (now - before) if before else now
+        self.passes += 1
+        others = (self.drafting - 1) * (before or gain)
+        worth: np.ndarray = (gain > 0) & (gain + others >= prices[0])
         return worth
 
     def _cheapest_paths(
@@ -300,6 +313,7 @@ class DraftBudget:
     def _path(
         self, top: int, feeders: list[tuple[int, int] | None], most: np.ndarray
     ) -> StepLevels:
+        self.drafting = max(int((most > 0).sum()), 1)
         levels, lengths = [top], [int(most.max())]
         while (feeder := feeders[levels[0]]) is not None:
             levels.insert(0, feeder[0])

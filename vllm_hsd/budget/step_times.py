@@ -27,9 +27,10 @@ TIMED_AT_START = 1, 1, 64
 class StepTimes:
     """A curve through the times seen at a few token counts; bounded memory, O(sizes) per call.
 
-    The sizes lie on a grid with steps of at most 1.5. Log seconds are the sum of one number for the
-    machine, which others may slow down for a while, and one for each size; both are exponentially
-    forgotten means, residuals clipped. A size that has not been met for long learns anew at once.
+    The sizes lie on a grid with steps of at most 1.5, next to counts that are kept apart. Log
+    seconds are the sum of one number for the machine, which others may slow down for a while, and
+    one for each size; both are exponentially forgotten means, residuals clipped. A size that has
+    not been met for long learns anew at once.
 
     It is told of every pass, so single numbers go without numpy, whose calls cost microseconds each
     once a model has emptied the caches.
@@ -47,6 +48,9 @@ class StepTimes:
             self.sizes.append(2 * self.sizes[-2])
         # A count of tokens belongs to the size that is nearest in logarithms.
         self.bounds = [math.sqrt(a * b) for a, b in pairwise(self.sizes)]
+        # Where each size stands on the curve; after the grid, those of `apart`.
+        self.places: list[float] = [*self.sizes]
+        self.apart: dict[int, int] = {}
         self.machine = 0.0
         self.log_seconds = [math.nan] * len(self.sizes)
         self.weight = [0.0] * len(self.sizes)
@@ -55,15 +59,23 @@ class StepTimes:
         self.observed = self.largest = 0
         # What `seconds` reads: the pooled curve at the known sizes, and sizes with their seconds.
         self._curve: list[float] | None = None
-        self._line: tuple[list[int], np.ndarray] | None = None
+        self._line: tuple[list[float], np.ndarray] | None = None
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take in one forward pass over `tokens` tokens that took `seconds`."""
+    def observe(self, tokens: int, seconds: float, apart: bool = False) -> None:
+        """Take in one forward pass over `tokens` tokens that took `seconds`.
+
+        Args:
+            apart: keep what so many tokens take apart from now on. The price of a first draft is
+                its difference to a pass without drafts, and a pass may take longer by a step where
+                it fills a tile of a matrix.
+        """
         if tokens < 1 or not 0 < seconds < math.inf:
             return
         self.observed, self.largest = self.observed + 1, max(self.largest, tokens)
         self._curve = self._line = None
-        size = self.nearest(tokens)
+        if apart and tokens not in self.apart:
+            self._keep_apart(tokens)
+        size = self._size_of(tokens)
         log_seconds = math.log(seconds) - self.machine
         age = self.observed - self.last_seen[size]
         self.last_seen[size] = self.observed
@@ -71,9 +83,10 @@ class StepTimes:
             if self.known:
                 # By the slope of known ones.
                 curve = self._own_curve()
-                log_seconds += self._along(curve, self.sizes[size]) - self._along(curve, tokens)
+                log_seconds += self._along(curve, self.places[size]) - self._along(curve, tokens)
             self.log_seconds[size], self.weight[size] = log_seconds, 1.0
-            self.known = [i for i, weight in enumerate(self.weight) if weight > 0]
+            known = (i for i, weight in enumerate(self.weight) if weight > 0)
+            self.known = sorted(known, key=self.places.__getitem__)
             return
         residual = log_seconds - self._along(self._own_curve(), tokens)
         self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
@@ -82,12 +95,15 @@ class StepTimes:
         if self.weight[size] >= _SETTLED:
             residual = max(residual, -_MOST_LOG_RESIDUAL)
             self.machine += _MACHINE_RATE * residual
+        elif residual < -_REAL_FALL:
+            # The ones before were stalled.
+            self.weight[size] = 0.0
         self.weight[size] += 1
         self.log_seconds[size] += residual / self.weight[size]
 
     def age(self, tokens: int) -> float:
         """Passes of other sizes since one of about this many tokens; infinite before the first."""
-        size = self.nearest(tokens)
+        size = self._size_of(tokens)
         return self.observed - self.last_seen[size] if self.weight[size] else math.inf
 
     @property
@@ -116,7 +132,7 @@ class StepTimes:
         if not isinstance(tokens, np.ndarray):
             return math.exp(self.machine + self._along(self._curve, tokens))
         if self._line is None:
-            sizes = [*(self.sizes[size] for size in self.known), self.sizes[-1]]
+            sizes = [*(self.places[size] for size in self.known), self.sizes[-1]]
             line = [*self._curve, self._along(self._curve, sizes[-1])]
             self._line = sizes, np.exp(line)
         return math.exp(self.machine) * np.interp(tokens, *self._line)
@@ -126,16 +142,16 @@ class StepTimes:
 
     def _along(self, curve: list[float], tokens: float) -> float:
         """Log seconds by a curve through the known sizes, without the machine's part."""
-        known, last = self.known, self.sizes[self.known[-1]]
-        if tokens <= self.sizes[known[0]] or len(known) == 1:
+        known, last = self.known, self.places[self.known[-1]]
+        if tokens <= self.places[known[0]] or len(known) == 1:
             return curve[0]
         if tokens > last:
             low, high = math.exp(curve[-2]), math.exp(curve[-1])
-            slope = min(max((high - low) / (last - self.sizes[known[-2]]), 0.0), high / last)
+            slope = min(max((high - low) / (last - self.places[known[-2]]), 0.0), high / last)
             return curve[-1] + math.log1p((tokens - last) * slope / high)
-        right = bisect(known, tokens, 1, len(known) - 1, key=self.sizes.__getitem__)
-        start = self.sizes[known[right - 1]]
-        share = (tokens - start) / (self.sizes[known[right]] - start)
+        right = bisect(known, tokens, 1, len(known) - 1, key=self.places.__getitem__)
+        start = self.places[known[right - 1]]
+        share = (tokens - start) / (self.places[known[right]] - start)
         low, high = curve[right - 1], curve[right]
         return low + math.log1p(share * math.expm1(high - low))
 
@@ -160,6 +176,19 @@ class StepTimes:
                 mean = (above[0] * above[1] + below[0] * below[1]) / total
                 pools.append((mean, total, above[2] + below[2]))
         return [value for value, _, count in pools for _ in range(count)]
+
+    def _keep_apart(self, tokens: int) -> None:
+        self.apart[tokens] = len(self.places)
+        if tokens in self.sizes:
+            # What is left of this size are passes over more.
+            self.places[self.sizes.index(tokens)] += 0.5
+        self.places.append(tokens)
+        self.log_seconds.append(math.nan)
+        self.weight.append(0.0)
+        self.last_seen.append(0)
+
+    def _size_of(self, tokens: int) -> int:
+        return self.apart.get(tokens, self.nearest(tokens))
 
     def nearest(self, tokens: float) -> int:
         """Which size of the grid stands for so many tokens."""

@@ -41,6 +41,8 @@ class FilledBlocks:
         owners, offsets = ragged_arange(np.maximum(ends // self.block_size - first, 0))
         self._reserve(blocks)
         self.filled[level, blocks[owners, first[owners] + offsets]] = True
+        # vLLM's null block is no request's.
+        self.filled[level, 0] = False
 
     def usable(self, blocks: np.ndarray, length: int) -> np.ndarray:
         """[levels] int64 leading positions, of `length`, that each level has in blocks [width]."""

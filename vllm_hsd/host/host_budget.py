@@ -75,7 +75,8 @@ class HostBudget:
         scheduled = input_batch.num_scheduled_tokens[:count]
         decodes = not input_batch.has_prefill and (sampled > 0).all()
         if decodes and self.drafted is not None and scheduled.max() <= self.most_tokens:
-            self.budget.times[-1].observe(int(scheduled.sum()), now - self.drafted)
+            tokens = int(scheduled.sum())
+            self.budget.times[-1].observe(tokens, now - self.drafted, apart=tokens == count)
         self.began = now
 
     def ends(self, level: int) -> bool:

@@ -201,11 +201,11 @@ class HostProgram(Program):
         allowed += self.schedule.horizontal_tokens
         late = drafts & (ends - computed[self.slots] > allowed)
         if late.any():
-            began, missed = clock.seconds(), int((ends - 1 - computed[self.slots])[late].sum())
-            self.caches.read(level, self.slots[late], ends[late] - 1)
-            self.counts.add_time(level, clock.seconds() - began, passes=1)
+            began = clock.seconds()
+            read = self.caches.read(level, self.slots[late], ends[late] - 1)
+            self.counts.add_time(level, clock.seconds() - began, passes=int(read > 0))
             if self.budget is not None:
-                self.budget.timed(level, missed, clock.seconds() - began)
+                self.budget.timed(level, read, clock.seconds() - began)
 
     def missed(self, level: int) -> int:
         """Tokens that a level would have to read before it drafts for these requests."""

@@ -25,14 +25,16 @@ class LevelCaches:
 
     Attributes:
         keeps: any level has a cache of its own.
+        hits: int64 [max_num_reqs], leading tokens whose blocks requests have found, and may share.
         computed: int64 [L, max_num_reqs] leading tokens with valid KV entries.
     """
 
     def __init__(self, speculator: Any, levels: list[Any], max_num_reqs: int) -> None:
         self.speculator, self.levels = speculator, levels
-        self.keeps = any(level is not None for level in levels)
+        self.own = [k for k, level in enumerate(levels) if level is not None]
+        self.keeps = bool(self.own)
         self.computed = np.zeros((len(levels), max_num_reqs), dtype=np.int64)
-        self.marked = np.zeros_like(self.computed)
+        self.marked, self.hits = np.zeros_like(self.computed), np.zeros(max_num_reqs, np.int64)
         self.loads = speculator.vllm_config.kv_transfer_config is not None
         self.blocks = FilledBlocks(len(levels), speculator.block_tables.block_sizes[0])
 
@@ -51,35 +53,55 @@ class LevelCaches:
         table = self._table()
         # First: another request of the step may have hit a block that one of them was just given.
         self.blocks.begin(table[slots], starts, starts + input_batch.num_scheduled_tokens[:count])
-        for slot, hit in zip(slots[entered[slots]], starts[entered[slots]], strict=True):
-            # What a connector loads holds nothing of levels, whatever its blocks held before.
-            usable = self.blocks.usable(table[slot], int(hit)) if hit and not self.loads else 0
-            self.computed[:, slot] = self.marked[:, slot] = usable
+        new = slots[entered[slots]]
+        # What a connector loads holds nothing of levels, whatever its blocks held before.
+        self.hits[new] = 0 if self.loads else starts[entered[slots]]
+        self.computed[:, new] = self.marked[:, new] = 0
+        self._take_filled(new)
 
     def committed(self, slots: np.ndarray, length: np.ndarray) -> None:
         """Forget what levels have computed after the texts, of [n] slots and tokens."""
         if not self.keeps:
             return
+        self._take_filled(slots)
         computed = np.minimum(self.computed[:, slots], length - 1)
         self.computed[:, slots] = computed
         begun, table = np.minimum(self.marked[:, slots], computed), self._table()[slots]
-        for k, level in enumerate(self.levels):
-            if level is not None:
-                self.blocks.fill(k, table, begun[k], computed[k])
+        for k in self.own:
+            self.blocks.fill(k, table, begun[k], computed[k])
         self.marked[:, slots] = computed
 
-    def read(self, level: int, slots: np.ndarray, ends: np.ndarray) -> None:
-        """Let a level compute the texts up to ends[i] tokens: [n] int64 each."""
-        most = self.speculator.max_num_tokens
+    def read(self, level: int, slots: np.ndarray, ends: np.ndarray) -> int:
+        """Let a level compute the texts up to ends[i] tokens: [n] int64 each.
+
+        Returns:
+            tokens that it has computed.
+        """
+        most, table, total = self.speculator.max_num_tokens, self._table()[slots], 0
         while True:
+            self._take_filled(slots)
             begins = self.computed[level, slots]
-            counts = np.maximum(ends - begins, 0)
-            counts = np.diff(np.minimum(np.cumsum(counts), most), prepend=0)
-            reads = counts > 0
-            if not reads.any():
-                return
-            self._compute(level, slots[reads], begins[reads], counts[reads])
-            self.computed[level, slots] += counts
+            late = np.flatnonzero(ends > begins)
+            # Of requests that share the block in which they go on, one reads it.
+            going_on = table[late, begins[late] // self.blocks.block_size]
+            reads = late[np.unique(going_on, return_index=True)[1]]
+            if not len(reads):
+                return total
+            counts = np.cumsum(ends[reads] - begins[reads])
+            counts = np.diff(np.minimum(counts, most), prepend=0)
+            reads, counts = reads[counts > 0], counts[counts > 0]
+            self._compute(level, slots[reads], begins[reads], counts)
+            self.computed[level, slots[reads]] += counts
+            total += int(counts.sum())
+            self.blocks.fill(level, table[reads], begins[reads], begins[reads] + counts)
+
+    def _take_filled(self, slots: np.ndarray) -> None:
+        """What levels have read of blocks that requests share, also for another of them."""
+        table = self._table()
+        missed = self.computed[self.own][:, slots] < self.hits[slots]
+        for slot in slots[missed.any(0)].tolist():
+            usable = self.blocks.usable(table[slot], int(self.hits[slot]))
+            np.maximum(self.computed[:, slot], usable, out=self.computed[:, slot])
 
     def _compute(
         self, level: int, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray
