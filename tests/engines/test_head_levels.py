@@ -286,7 +286,7 @@ def test_sampled_text_follows_the_target(name, proposals, sampled):
 def test_sampled_text_follows_the_target_in_steps_of_any_source(fault, sampled):
     """Of a head as a level above a lookup, with a control that verifies wrong rows."""
     patch = f"{IN_TURNS} {FAULT}" if fault else IN_TURNS
-    p_value = sampled("lookup, adaptive", ("temperature 1",), 600 if fault else 300, patch)
+    p_value = sampled("lookup, adaptive", ("temperature 1",), 1200 if fault else 300, patch)
     assert (p_value > SIGNIFICANCE) != fault
 
 

@@ -145,11 +145,15 @@ def test_what_a_connector_has_loaded_is_read_anew():
     assert not caches_of([16, 16], [4, 4], connector=object()).computed.any()
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 2, 0]])
 @pytest.mark.parametrize(("connector", "read"), [(None, 40 + 8 + 8), (object(), 3 * 40)])
-def test_a_prefix_that_requests_share_is_read_once(connector, read):
+def test_a_prefix_that_requests_share_is_read_once(connector, read, order):
     """Of requests that come together, when no level has read anything."""
-    table = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 2, 5]])
-    caches = caches_of([0, 32, 32], [40, 8, 8], connector, table, filled=False)
+    table = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 2, 5]])[order]
+    starts, counts = np.array([0, 32, 32])[order], np.array([40, 8, 8])[order]
+    caches = caches_of(starts, counts, connector, table, filled=False)
+    # The first one's are not known to be those of the others.
+    assert caches.missed(0, np.arange(3), np.full(3, 40)) == (3 * 40 if connector else 120 - 32)
     caches._compute, slots = mock.Mock(), np.arange(3)
     assert caches.read(0, slots, np.full(3, 40)) == read
     assert (caches.computed == 40).all()

@@ -115,7 +115,7 @@ class DraftBudget:
             left: tokens that a request may still get, in the mean.
         """
         size, target = len(slots), self.goodput[-1]
-        self.passes, self.drafting = 0, max(size, 1)
+        self.drafting = max(size, 1)
         if not size or target.times.empty:
             # Nothing is known yet: one request tells, with all that there is.
             one = np.where(np.arange(size) == 0, most, 0)
@@ -362,7 +362,7 @@ class DraftBudget:
     ) -> None:
         """Take note of what the target will verify; arguments as for `level_verified`."""
         self._count(level, self.target, requested, drafted)
-        self.waiting[slots], self.drafting_seconds = True, seconds
+        self.waiting[slots], self.drafting_seconds, self.passes = True, seconds, 0
 
     def target_verified(
         self,

@@ -30,9 +30,9 @@ class Goodput:
     def __init__(self, widest: int) -> None:
         self.widest, self.times = widest, StepTimes()
         self.emitted, self.spent = np.ones((2, len(self.times.sizes)))
-        # By batch size, how often in a row its time without drafts was found to be old.
+        # By requests, how often in a row their time without drafts was found to be old.
         self.unmeasured: dict[int, int] = {}
-        # By batch size, passes after which its time without drafts is old.
+        # By requests, passes after which their time without drafts is old.
         self.pause: dict[int, int] = {}
 
     def gain(self, size: int) -> float:
@@ -85,10 +85,10 @@ class Goodput:
         """
         at = self.times.nearest(size)
         hardly = self.emitted[at] < _HARDLY * self.spent[at]
-        pause = self.pause.get(at, TRIAL_STEPS)
+        pause = self.pause.get(size, TRIAL_STEPS)
         if self.times.age(size) <= min(pause, FIRST_PAUSE if hardly else LONGEST_PAUSE):
-            if self.unmeasured.pop(at, None):
-                self.pause[at] = min(2 * pause, LONGEST_PAUSE)
+            if self.unmeasured.pop(size, None):
+                self.pause[size] = min(2 * pause, LONGEST_PAUSE)
             return False
-        self.unmeasured[at] = count = self.unmeasured.get(at, 0) + 1
+        self.unmeasured[size] = count = self.unmeasured.get(size, 0) + 1
         return count > 1 and count.bit_count() == 1

@@ -83,7 +83,11 @@ class StepTimes:
             if self.known:
                 # By the slope of known ones.
                 curve = self._own_curve()
-                log_seconds += self._along(curve, self.places[size]) - self._along(curve, tokens)
+                here = self._along(curve, tokens)
+                if apart and self.places[self.known[0]] < tokens < self.places[self.known[-1]]:
+                    # A first one may have stalled.
+                    log_seconds = min(log_seconds, here + _MOST_LOG_RESIDUAL)
+                log_seconds += self._along(curve, self.places[size]) - here
             self.log_seconds[size], self.weight[size] = log_seconds, 1.0
             known = (i for i, weight in enumerate(self.weight) if weight > 0)
             self.known = sorted(known, key=self.places.__getitem__)

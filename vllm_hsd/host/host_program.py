@@ -211,8 +211,8 @@ class HostProgram(Program):
         """Tokens that a level would have to read before it drafts for these requests."""
         if self.caches.levels[level] is None:
             return 0
-        missed = self._text_ends() - 1 - self.caches.computed[level, self.slots]
-        return int(np.maximum(missed[self.drafts], 0).sum())
+        ends = self._text_ends()[self.drafts] - 1
+        return self.caches.missed(level, self.slots[self.drafts], ends)
 
     def _is_late_head(self, level: int) -> bool:
         """Whether a level reads the target's states before its first pass of a proposal."""

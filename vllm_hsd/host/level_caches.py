@@ -81,10 +81,13 @@ class LevelCaches:
         while True:
             self._take_filled(slots)
             begins = self.computed[level, slots]
-            late = np.flatnonzero(ends > begins)
-            # Of requests that share the block in which they go on, one reads it.
-            going_on = table[late, begins[late] // self.blocks.block_size]
-            reads = late[np.unique(going_on, return_index=True)[1]]
+            reads = np.flatnonzero(ends > begins)
+            if not self.loads:
+                # Of requests that share the block in which they go on, the one that had it first
+                # reads it.
+                reads = reads[np.argsort(self.hits[slots[reads]], kind="stable")]
+                going_on = table[reads, begins[reads] // self.blocks.block_size]
+                reads = reads[np.unique(going_on, return_index=True)[1]]
             if not len(reads):
                 return total
             counts = np.cumsum(ends[reads] - begins[reads])
@@ -94,6 +97,15 @@ class LevelCaches:
             self.computed[level, slots[reads]] += counts
             total += int(counts.sum())
             self.blocks.fill(level, table[reads], begins[reads], begins[reads] + counts)
+
+    def missed(self, level: int, slots: np.ndarray, ends: np.ndarray) -> int:
+        """Tokens that `read` would compute, those of blocks that requests have found once."""
+        begins, size = self.computed[level, slots], self.blocks.block_size
+        first = begins // size
+        owners, offsets = ragged_arange(np.maximum(self.hits[slots] // size - first, 0))
+        found = self._table()[slots[owners], first[owners] + offsets]
+        again = len(found) - len(np.unique(found))
+        return int(np.maximum(ends - begins, 0).sum()) - again * size
 
     def _take_filled(self, slots: np.ndarray) -> None:
         """What levels have read of blocks that requests share, also for another of them."""

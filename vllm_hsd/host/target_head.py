@@ -11,7 +11,7 @@ states exist in that step only; a request whose levels do not read a step drafts
 later rounds what the head has missed are tokens of the draft, and it reads them one by one.
 
 On a CPU, where levels read late, the last states of a text are kept until it drafts for it
-(`unread_states`). What it never reads of a prompt is zeros to it, also to requests that share it.
+(`unread_states`). What it never reads is zeros to it, also for requests that share blocks.
 """
 
 from __future__ import annotations
@@ -211,8 +211,7 @@ class ProgramHead(ProgramModel):
         for i, start in enumerate(batch.query_start_loc_np[:count]):
             if entered[slots[i]]:
                 unread.restart(slots[i], begins[i])
-            if batch.is_prefilling_np[i]:
-                self._clear(slots[i], begins[i], begins[i] + computed[i])
+            self._clear(slots[i], begins[i], begins[i] + computed[i])
             unread.keep(slots[i], states[start : start + verified[i]])
 
     def _clear(self, slot: int, begin: int, end: int) -> None:
@@ -221,9 +220,9 @@ class ProgramHead(ProgramModel):
         tables, number = self.speculator.block_tables, self.speculator.kv_cache_config.num_blocks
         for group in itertools.chain(*self.groups):
             size = tables.block_sizes[group.kv_cache_group_id]
-            table = tables.block_tables[group.kv_cache_group_id].gpu[slot]
-            blocks = table[-(-begin // size) : -(-end // size)].long()
-            for name in group.layer_names:
+            first, last = -(-begin // size), -(-end // size)
+            blocks = tables.block_tables[group.kv_cache_group_id].gpu[slot, first:last].long()
+            for name in group.layer_names if first < last else ():
                 cache = layers[name].kv_cache
                 cache.movedim(cache.shape.index(number), 0)[blocks] = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-# Most states of a request that are kept; a head accepts nearly as much with fewer.
+# Most states of a request that are kept.
 MOST = 256
 
 
