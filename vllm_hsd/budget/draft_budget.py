@@ -115,7 +115,6 @@ class DraftBudget:
             left: tokens that a request may still get, in the mean.
         """
         size, target = len(slots), self.goodput[-1]
-        self.drafting = max(size, 1)
         if not size or target.times.empty:
             # Nothing is known yet: one request tells, with all that there is.
             one = np.where(np.arange(size) == 0, most, 0)

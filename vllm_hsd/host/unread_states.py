@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import torch
 
@@ -21,11 +23,12 @@ class UnreadStates:
 
     def __init__(self, max_num_reqs: int) -> None:
         self.first, self.count = np.zeros((2, max_num_reqs), dtype=np.int64)
-        self.parts: list[list[torch.Tensor]] = [[] for _ in range(max_num_reqs)]
+        # [width] each, the oldest first.
+        self.kept = [deque[torch.Tensor](maxlen=MOST) for _ in range(max_num_reqs)]
 
     def restart(self, slot: int, first: int) -> None:
         """All before a position is read, and nothing is kept."""
-        self.parts[slot].clear()
+        self.kept[slot].clear()
         self.first[slot], self.count[slot] = first, 0
 
     def keep(self, slot: int, states: torch.Tensor) -> None:
@@ -33,22 +36,13 @@ class UnreadStates:
 
         All but the last MOST are lost: entries of the head that are never filled.
         """
-        parts = self.parts[slot]
-        parts.append(states[-MOST:].clone())
-        dropped = max(len(states) - MOST, 0)
-        self.first[slot] += dropped
-        self.count[slot] += len(states) - dropped
-        while (lost := self.count[slot] - MOST) > 0:
-            lost = min(lost, len(parts[0]))
-            parts[0] = parts[0][lost:]
-            if not len(parts[0]):
-                del parts[0]
-            self.first[slot] += lost
-            self.count[slot] -= lost
+        kept, end = self.kept[slot], self.first[slot] + self.count[slot] + len(states)
+        kept.extend(states[-MOST:].clone().unbind())
+        self.first[slot], self.count[slot] = end - len(kept), len(kept)
 
     def take(self, slots: np.ndarray) -> torch.Tensor:
         """[n, width] all that is kept of requests, one after another; it counts as read."""
-        taken = torch.cat([part for slot in slots for part in self.parts[slot]])
+        taken = torch.stack([state for slot in slots for state in self.kept[slot]])
         for slot in slots:
             self.restart(slot, self.first[slot] + self.count[slot])
         return taken
