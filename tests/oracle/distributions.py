@@ -8,7 +8,7 @@ import torch
 
 from vllm_hsd.rules.chain import bonus_cdf, prefix_probabilities, recovered_cdf
 from vllm_hsd.rules.inputs import ChainBatch, read_chain_batch
-from vllm_hsd.rules.residual import BlockedCDF, is_normalized
+from vllm_hsd.rules.residual import CDF, is_normalized
 from vllm_hsd.rules.tree import ROOT, Tree, TreeRows, rejection_steps, traversal_stops
 
 
@@ -70,7 +70,7 @@ def tree_distribution(
     if method == "traversal":
         remaining = 1.0
         for node, stop, row in traversal_stops(rows):
-            distribution[node + 1] = remaining * stop * _normalized(BlockedCDF(row))[0]
+            distribution[node + 1] = remaining * stop * _normalized(CDF(row))[0]
             remaining *= 1 - stop
         return distribution
     reached = {ROOT: 1.0}
@@ -80,12 +80,12 @@ def tree_distribution(
             continue
         for child, accept, row in rejection_steps(rows, node):
             if child is None:
-                distribution[node + 1] = remaining * _normalized(BlockedCDF(row))[0]
+                distribution[node + 1] = remaining * _normalized(CDF(row))[0]
             else:
                 reached[child] = reached.get(child, 0.0) + remaining * accept
                 remaining *= 1 - accept
     return distribution
 
 
-def _normalized(cdf: BlockedCDF) -> torch.Tensor:
+def _normalized(cdf: CDF) -> torch.Tensor:
     return cdf.rows / cdf.rows.sum(-1, keepdim=True)

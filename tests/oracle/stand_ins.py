@@ -13,7 +13,7 @@ from oracle.sequential import argmax
 
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
-from vllm_hsd.rules.residual import BlockedCDF
+from vllm_hsd.rules.residual import CDF
 from vllm_hsd.rules.tree import TreeRows
 from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 
@@ -114,17 +114,17 @@ def _drawn_by(choices: Choices):
         tokens = np.array([[*drafted, final, *[-1] * (n - accepted)]])
         return tokens, np.array([accepted])
 
-    class ChosenCDF(BlockedCDF):
+    class ChosenCDF(CDF):
         def draw(self, uniforms):
             assert len(uniforms) == len(self.rows)
             return torch.tensor([pick(row / row.sum()) for row in self.rows])
 
     with (
         mock.patch("vllm_hsd.tools.reference.verified.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.tools.reference.verified.BlockedCDF", ChosenCDF),
+        mock.patch("vllm_hsd.tools.reference.verified.CDF", ChosenCDF),
         mock.patch("vllm_hsd.tools.reference.engine.verify_batch", verify_batch),
         mock.patch("vllm_hsd.tools.reference.engine.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
-        mock.patch("vllm_hsd.rules.tree.BlockedCDF", ChosenCDF),
+        mock.patch("vllm_hsd.rules.tree.CDF", ChosenCDF),
     ):
         yield

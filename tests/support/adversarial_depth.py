@@ -5,7 +5,8 @@ from itertools import combinations
 
 import numpy as np
 
-from vllm_hsd.budget.draft_budget import DraftBudget, Plan
+from vllm_hsd.budget.draft_budget import DraftBudget
+from vllm_hsd.budget.prices import Plan
 from vllm_hsd.cascade.level import StepLevels
 
 FREE = np.zeros(1)

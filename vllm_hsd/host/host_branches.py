@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_hsd.budget.draft_budget import cut
+from vllm_hsd.budget.prices import cut
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.proposal_state import ProposalState
@@ -96,7 +96,7 @@ class HostBranches(HostedBranches):
         Args:
             drafts: bool [B], requests that draft.
             chains: float64 [n, N], survival of the tokens of their chains, 0 for none.
-            verify: see `budget.draft_budget.Plan`.
+            verify: see `budget.prices.Plan`.
 
         Returns:
             int64 [n], tokens of each request's branches that are kept.

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 ROW_SUM_TOLERANCE = 1e-3
-_BLOCK = 256
 
 
 def is_normalized(rows: torch.Tensor) -> np.ndarray:
@@ -53,17 +52,12 @@ def acceptance_probability(a: np.ndarray, mass: np.ndarray) -> np.ndarray:
     return np.where(certain, 1.0, mass / np.where(certain, 1.0, mass + (1.0 - a)))
 
 
-class BlockedCDF:
-    """Cumulative mass of unnormalized rows [k, V], in blocks: for totals and inverse-CDF draws."""
+class CDF:
+    """Cumulative mass of unnormalized rows [k, V]: for totals and inverse-CDF draws."""
 
     def __init__(self, rows: torch.Tensor):
         self.rows = rows
-        whole = rows.shape[1] // _BLOCK * _BLOCK
-        blocks = rows[:, :whole].reshape(len(rows), whole // _BLOCK, _BLOCK)
-        sums = blocks.sum(-1) if whole else rows[:, :0]
-        if whole < rows.shape[1]:
-            sums = torch.cat((sums, rows[:, whole:].sum(-1, keepdim=True)), dim=1)
-        self.cumulative = sums.double().cumsum(-1)  # [k, blocks]
+        self.cumulative = rows.double().cumsum(-1)
 
     @property
     def total(self) -> torch.Tensor:
@@ -76,17 +70,7 @@ class BlockedCDF:
         Args:
             uniforms: float64 [k] in [0, 1), on the rows' device. Rows have positive mass.
         """
-        goal = _below(uniforms * self.total, self.total)[:, None]
-        block = torch.searchsorted(self.cumulative, goal, right=True)
-        before = torch.where(block > 0, self.cumulative.gather(1, (block - 1).clamp_min_(0)), 0)
-        last = self.rows.shape[1] - 1
-        token = block * _BLOCK + torch.arange(_BLOCK, device=self.rows.device)
-        inside = self.rows.gather(1, token.clamp_max(last)).double()
-        inside = inside.masked_fill_(token > last, 0).cumsum_(-1)
-        goal = _below(goal - before, inside[:, -1:])
-        return (block * _BLOCK + torch.searchsorted(inside, goal, right=True))[:, 0]
-
-
-def _below(value: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """min(value, the largest number under bound): rounding must not step past the last token."""
-    return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))
+        # Rounding must not step past the last token.
+        end = torch.nextafter(self.total, torch.zeros_like(self.total))
+        goal = torch.minimum(uniforms * self.total, end)[:, None]
+        return torch.searchsorted(self.cumulative, goal, right=True)[:, 0]

@@ -20,7 +20,7 @@ import torch
 from vllm_hsd.rules.chain import argmax_rows
 from vllm_hsd.rules.inputs import check_like, check_probs_dtype, check_rows, read_tokens
 from vllm_hsd.rules.residual import (
-    BlockedCDF,
+    CDF,
     acceptance_probability,
     is_normalized,
     probability_ratios,
@@ -208,7 +208,7 @@ class TreeRows:
     def draw_next(self, node: int, row: torch.Tensor, uniform: torch.Tensor) -> int | None:
         """The token after ``node``: the quantile ``uniform`` [1] of row [1, V], if it has one."""
         if self.target_ok[node + 1]:
-            return int(BlockedCDF(row).draw(uniform))
+            return int(CDF(row).draw(uniform))
         return int(argmax_rows(row)[0][0]) if node == ROOT else None
 
 
@@ -229,7 +229,7 @@ def traversal_stops(rows: TreeRows) -> Iterator[tuple[int, float, torch.Tensor]]
                 if below > 0:
                     yield from visit(child, below)
             residual = rows.residual(row, a / scale, child)
-            mass = BlockedCDF(residual).total.cpu().numpy()
+            mass = CDF(residual).total.cpu().numpy()
             a = acceptance_probability(a, mass)
             if mass > 0:
                 row, scale = residual, mass
@@ -250,7 +250,7 @@ def rejection_steps(rows: TreeRows, node: int) -> Iterator[tuple[int | None, flo
         accept = np.minimum(rows.token_ratio(row, child) / scale, 1.0)
         yield rows.tree.first[child], float(accept[0]), row
         residual = rows.residual(row, 1 / scale, child)
-        mass = BlockedCDF(residual).total.cpu().numpy()
+        mass = CDF(residual).total.cpu().numpy()
         if mass > 0:
             row, scale = residual, mass
     yield None, 1.0, row
@@ -292,7 +292,7 @@ def draw_iid(
     """k independent draws from probabilities [V]: (token ids int64 [k], proposals [k, V])."""
     rows = row.expand(k, -1)
     uniforms = torch.rand(k, dtype=torch.float64, device=row.device, generator=generator)
-    return BlockedCDF(rows).draw(uniforms), rows
+    return CDF(rows).draw(uniforms), rows
 
 
 def draw_without_replacement(
@@ -312,7 +312,7 @@ def draw_without_replacement(
     rows = row.repeat(k, 1)
     tokens = torch.empty(k, dtype=torch.int64, device=row.device)
     for i in range(k):
-        cdf = BlockedCDF(rows[i : i + 1])
+        cdf = CDF(rows[i : i + 1])
         tokens[i] = cdf.draw(uniforms[i])[0]
         rows[i] /= cdf.total.to(row.dtype)
         rows[i + 1 :, tokens[i]] = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.budget.draft_budget import Plan
+from vllm_hsd.budget.prices import Plan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
 from vllm_hsd.rules.chain import verify_batch, verify_greedy
-from vllm_hsd.rules.residual import BlockedCDF
+from vllm_hsd.rules.residual import CDF
 from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.level_models import LevelModels
@@ -38,7 +38,7 @@ def append_own(
         token_ids = models.argmax(forward.logits, level)
     else:
         drawn = torch.from_numpy(uniforms).to(forward.probs.device)
-        token_ids = BlockedCDF(forward.probs).draw(drawn).cpu().numpy()
+        token_ids = CDF(forward.probs).draw(drawn).cpu().numpy()
     batch.tokens[batch.rows[slots], batch.end[slots]] = token_ids
     batch.end[slots] += 1
     order = np.arange(len(slots))
