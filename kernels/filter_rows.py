@@ -335,7 +335,8 @@ def threshold_kernel(
                 keys = low, _key(maximum) + 1
                 low = _largest_threshold(goal, keys, searched, whole, False, TILE, BLOCK)
             if has_p:
-                total = (tl.exp(lse - maximum) * _ONE).to(tl.float64)
+                # The logsumexp of large logits is rounded.
+                total = tl.sum(sums * tl.exp(maxima - maximum), axis=0).to(tl.float64) * _ONE
                 if has_k | (min_p > 0):
                     total = _weight_above(_value(low), searched, whole, True, TILE, BLOCK)
                     total = total.to(tl.float64)

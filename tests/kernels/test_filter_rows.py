@@ -57,6 +57,17 @@ def flat(rows: int, vocab_size: int) -> torch.Tensor:
     return logits
 
 
+def test_the_weight_of_top_p_is_not_that_of_a_rounded_logsumexp():
+    """At a low temperature, where that is rounded by 1e-4."""
+    logits = torch.full((2, 3000), -50.0)
+    logits[:, :2] = torch.tensor([[121.0, 120.5], [40.0, 39.91]])
+    p = torch.tensor([1 - 2**-24, 0.99985])
+    filters = Filters(torch.zeros(2, dtype=torch.int32), p, torch.zeros(2))
+    temperature = torch.tensor([0.05, 0.01])
+    kept = reference.filtered(logits, temperature, row_thresholds(logits, temperature, filters))
+    assert kept.isfinite().sum(1).tolist() == [2, 1]
+
+
 @pytest.mark.parametrize("sampled", [4, 1024], ids=["one in four", "one in 1024"])
 def test_flat_rows_have_the_references_threshold(sampled, monkeypatch):
     """More entries are above the bound than are gathered; three entries tell nothing of a row."""

@@ -115,7 +115,7 @@ def draft_lse(batch):
 
 
 def make_trees(batch, vocab_size, parents=PARENTS, seed=0, dtype=torch.float32):
-    """Trees whose siblings were drawn from their parent's row."""
+    """Trees whose siblings were drawn from their parent's row, as the kernel takes them."""
     g = torch.Generator().manual_seed(seed)
     rows = len(parents) + 1
     target = (torch.randn(batch, rows, vocab_size, generator=g) * 2).to(dtype)
@@ -123,18 +123,23 @@ def make_trees(batch, vocab_size, parents=PARENTS, seed=0, dtype=torch.float32):
     draft = draft.to(dtype)
     temperature = torch.rand(batch, generator=g) + 0.5
     tokens = torch.full((batch, rows - 1), -1)
+    above = torch.tensor(parents).repeat(batch, 1)
     for i in range(batch):
         probs = torch.softmax(draft[i].float() / temperature[i], -1)
         for node in range(-1, rows - 1):
-            children = [c for c, p in enumerate(parents) if p == node]
-            if children:
+            children = (above[i] == node).nonzero()[:, 0]
+            if len(children):
                 drawn = torch.multinomial(probs[node + 1], len(children), True, generator=g)
                 tokens[i, children] = drawn
+                # What is below a sibling drawn again is below the first one.
+                first = children[(drawn[:, None] == drawn).int().argmax(1)]
+                for child, twin in zip(children, first, strict=True):
+                    above[i][above[i] == child] = twin
     return {
         "target_logits": target,
         "draft_logits": draft,
         "tokens": tokens,
-        "parents": torch.tensor(parents).expand(batch, -1).contiguous(),
+        "parents": above,
         "temperature": temperature,
         "seeds": torch.randint(-(2**62), 2**62, (batch,), generator=g),
         "draws": torch.randint(0, 2**40, (batch,), generator=g),
