@@ -6,19 +6,21 @@ Measures a profile of the bundled models unless the output directory holds one, 
 cascades in turn in one engine and no speculation in another, and writes predictions.csv and .png. A
 shared machine is not equally fast all the time: the passes that time the models for the profile run
 again between these runs, and their times are what the predictions are made of.
-With --family, the target is Qwen2.5-Coder 1.5B, drafted for by its 0.5B and a suffix lookup.
+With --family, the target is Qwen2.5-Coder 1.5B, drafted for by its 0.5B and a suffix lookup. Each
+kind of prompts that the file names is planned for too, at the same times, and its choice runs.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
 """
 
 import itertools
+import json
 import os
 
 # One thread per engine: what is measured is then comparable on shared cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,23 +61,47 @@ PLAIN_EVERY, PLAIN_TOKENS = 4, 16
 TINY, REAL = (4, 2048), (1, 256)
 
 
-def measured_profile(path: Path, found: Acceptances, timing: Timing) -> Profile:
-    """A new profile, by measured acceptance; the engines are timed in turn."""
+ALL = "all"
+
+
+def by_kind(file: Path, count: int) -> dict[str, list[int]]:
+    """Indices of the first `count` prompts: all of them, and those of each kind that lines name."""
+    lines = file.read_text().splitlines() if file.suffix == ".jsonl" else []
+    entries = [json.loads(line) for line in lines if line.strip()][:count]
+    kinds: dict[str, list[int]] = {ALL: list(range(count))}
+    for index, entry in enumerate(entries):
+        if kind := entry.get("kind"):
+            kinds.setdefault(kind, []).append(index)
+    return kinds
+
+
+def measured_profiles(
+    paths: Mapping[str, Path], found: Mapping[str, Acceptances], timing: Timing
+) -> dict[str, Profile]:
+    """New profiles, by measured acceptance; the engines are timed in turn, once for all."""
+    path = paths[ALL]
     # What an earlier run recorded is of its own cascades and prompts.
     task = timing.task.fingerprint(timing.prompts, system.versions(), system.machine())
     timed = path.with_name(f"timing_{task[:12]}.json")
     latencies = timing.measure(timed)
-    used = Prompts(file="prompts.jsonl", prompts=len(timing.prompts), contexts=found.positions)
-    profile = make_profile(timing.task, found, used, latencies)
-    profile.save(path)
+    profiles = {}
+    for kind, each in found.items():
+        used = Prompts(file="prompts.jsonl", prompts=len(timing.prompts), contexts=each.positions)
+        profiles[kind] = make_profile(timing.task, each, used, latencies)
+        profiles[kind].save(paths[kind])
     timed.unlink()
-    return profile
+    return profiles
+
+
+def fastest(search: Search, count: int) -> list[Selection]:
+    """The cascades predicted to be fastest, best first."""
+    found = [selection for selection, _ in solve(search.graph, k=64) if selection.levels]
+    return sorted(found, key=lambda selection: search.predict(selection).ms_per_token)[:count]
 
 
 def cascades_to_run(search: Search, rng: np.random.Generator, each: int) -> list[Selection]:
     """The `each` best predicted, best first, and as many random ones of one or two levels."""
-    found = [selection for selection, _ in solve(search.graph, k=64) if selection.levels]
-    best = sorted(found, key=lambda selection: search.predict(selection).ms_per_token)[:each]
+    best = fastest(search, each)
     lookups = search.measured.acceptance.lookups
     while len(best) < 2 * each:
         depth = int(rng.integers(1, 3))
@@ -147,17 +173,26 @@ def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
     return batch * mean, batch * error, emitted.sum() / calls
 
 
-def write(
-    directory: Path,
+def predicted(search: Search, cascades: list[Selection], times: Latencies) -> list[Prediction]:
+    """By the acceptance of a search, with other times than its own."""
+    measured = search.measured
+    search.measured = replace(measured, latencies=times)
+    predictions = [search.predict(selection) for selection in cascades]
+    search.measured = measured
+    return predictions
+
+
+def compared(
+    kind: str,
     names: list[str],
     predictions: list[Prediction],
     at_own_times: list[Prediction],
     real: list[tuple[float, float, float]],
-    title: str,
-) -> None:
-    """predictions.csv and .png."""
-    rows = [
+) -> list[dict]:
+    """Rows of predictions.csv."""
+    return [
         {
+            "kind": kind,
             "cascade": name,
             "predicted_ms_per_token": predicted.ms_per_token,
             "measured_ms_per_token": ms,
@@ -171,8 +206,11 @@ def write(
             names, predictions, at_own_times, real, strict=True
         )
     ]
-    write_csv(directory / "predictions.csv", rows)
-    reach = [p.ms_per_token for p in predictions]
+
+
+def draw(path: Path, rows: list[dict], title: str) -> None:
+    """Predicted times of all prompts against those measured."""
+    reach = [row["predicted_ms_per_token"] for row in rows]
     equal = [
         {"cascade": "equal", "predicted_ms_per_token": end, "measured_ms_per_token": end}
         | {"standard_error": 0.0}
@@ -180,7 +218,7 @@ def write(
     ]
     plot.lines(
         [*rows, *equal],
-        directory / "predictions.png",
+        path,
         x="predicted_ms_per_token",
         measures={"measured_ms_per_token": "measured ms per token (one standard error)"},
         line="cascade",
@@ -243,65 +281,81 @@ def main() -> None:
         batch_sizes=[arguments.batch_size],
         clock=arguments.clock,
     )
-    prompts = read_prompts(arguments.prompts or own_prompts)[: arguments.repeats]
+    file = arguments.prompts or own_prompts
+    prompts = read_prompts(file)[: arguments.repeats]
+    # A batch may hold prompts of several kinds.
+    alone = arguments.batch_size == 1
+    kinds = by_kind(file, len(prompts)) if alone else {ALL: list(range(len(prompts)))}
     longest = 1024 if arguments.family else 256
     contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     timing = Timing(task, contexts, models.vocabulary, arguments.output)
-    # That of an earlier run in the same directory, or a new one.
-    path = arguments.output / "profile.json"
-    if path.exists():
+    # Those of an earlier run in the same directory, or new ones.
+    paths = {kind: arguments.output / f"profile of {kind}.json" for kind in kinds}
+    if all(path.exists() for path in paths.values()):
         del models
-        profile = load_profile(path)
+        profiles = {kind: load_profile(path) for kind, path in paths.items()}
         asked = task.target, [each.name for each in found], task.sampling, task.max_draft_tokens
-        kept = profile.target, profile.names[:-1], profile.sampling, profile.max_draft_tokens
-        if asked != kept:
-            parser.error(f"{path} is of another measurement: give another --output, or remove it")
+        for kind, each in profiles.items():
+            kept = each.target, each.names[:-1], each.sampling, each.max_draft_tokens
+            if asked != kept:
+                parser.error(
+                    f"{paths[kind]} is of another measurement: give another --output, or remove it"
+                )
     else:
         # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
         texts, _ = REAL if arguments.family else TINY
-        acceptance = measure_acceptance(models, contexts * texts, task)
+        acceptances = {
+            kind: measure_acceptance(models, [contexts[i] for i in indices] * texts, task)
+            for kind, indices in kinds.items()
+        }
         # The engines take as much memory.
         del models
-        profile = measured_profile(path, acceptance, timing)
+        profiles = measured_profiles(paths, acceptances, timing)
     # Drafts never pass the end of a request: short requests draft a little less.
-    search = Search(
-        profile, Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
-    )
-    cascades = cascades_to_run(search, np.random.default_rng(arguments.seed), arguments.each)
+    constraints = Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
+    searches = {kind: Search(profile, constraints) for kind, profile in profiles.items()}
+    cascades = cascades_to_run(searches[ALL], np.random.default_rng(arguments.seed), arguments.each)
+    chosen = {kind: fastest(search, 1)[0] for kind, search in searches.items()}
+    cascades = list(dict.fromkeys([*cascades, *chosen.values()]))
     passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
     groups, timed = run_for_real(cascades, timing, arguments.repeats, passes)
-    real = [summary(group, arguments.batch_size) for group in groups]
-    cascades.append(Selection((), ()))
-
-    def predictions_with(latencies: Latencies) -> list[Prediction]:
-        measured = search.measured
-        search.measured = replace(measured, latencies=latencies)
-        return [search.predict(selection) for selection in cascades]
-
-    predictions = predictions_with(timing.latencies(*timed))
-    at_own_times = predictions_with(own_latencies(timing, groups))
-    names = [label(profile, cascade) for cascade in cascades]
-    kind = "Qwen2.5-Coder 1.5B" if arguments.family else "tiny target"
-    title = f"{kind}, batch size {arguments.batch_size}, {arguments.clock} time"
-    write(arguments.output, names, predictions, at_own_times, real, title)
-
-    times = np.array([ms for ms, _, _ in real])
-    predicted = np.array([p.ms_per_token for p in predictions])
-    rows = zip(names, predictions, at_own_times, real, strict=True)
-    for name, p, own, (ms, error, tokens) in rows:
-        console.print(
-            f"{name:34} predicted {p.ms_per_token:7.3f}  measured {ms:7.3f} +- {error:.3f} ms/token"
-            f"  {p.ms_per_token / ms - 1:+6.1%}  tokens/step {p.tokens_per_step:.2f} / {tokens:.2f}"
-            f"  ms/step {p.ms_per_step / (ms * tokens) - 1:+6.1%}"
-            f" (at own times {own.ms_per_step / (ms * tokens) - 1:+6.1%})"
+    latencies, own = timing.latencies(*timed), own_latencies(timing, groups)
+    names = [label(profiles[ALL], cascade) for cascade in [*cascades, Selection((), ())]]
+    target = "Qwen2.5-Coder 1.5B" if arguments.family else "tiny target"
+    title = f"{target}, batch size {arguments.batch_size}, {arguments.clock} time"
+    rows = []
+    for kind, indices in kinds.items():
+        # No speculation runs on few prompts: on none of some kinds.
+        runs = [[group[i] for i in indices] for group in groups[:-1]]
+        selections = list(cascades)
+        if kind == ALL:
+            runs, selections = groups, [*cascades, Selection((), ())]
+        real = [summary(group, arguments.batch_size) for group in runs]
+        predictions, at_own_times = (
+            predicted(searches[kind], selections, times) for times in (latencies, own)
         )
-    differences = np.abs(predicted / times - 1)[:-1]
-    rank = spearmanr(predicted[:-1], times[:-1]).statistic
-    console.print(
-        f"{title}: largest difference {differences.max():.1%}, mean {differences.mean():.1%}; "
-        f"rank correlation {rank:.3f}; the chosen cascade takes {times[0] / times.min() - 1:+.1%} "
-        f"of the best measured; speed-up over no speculation {times[-1] / times[0]:.2f}."
-    )
+        rows += compared(kind, names, predictions, at_own_times, real)
+        console.print(f"{kind}:")
+        for name, p, own_time, (ms, error, tokens) in zip(
+            names, predictions, at_own_times, real, strict=False
+        ):
+            console.print(
+                f"{name:34} predicted {p.ms_per_token:7.3f}  measured {ms:7.3f} +- {error:.3f} "
+                f"ms/token  {p.ms_per_token / ms - 1:+6.1%}  tokens/step {p.tokens_per_step:.2f} / "
+                f"{tokens:.2f}  ms/step {p.ms_per_step / (ms * tokens) - 1:+6.1%} (at own times "
+                f"{own_time.ms_per_step / (ms * tokens) - 1:+6.1%})"
+            )
+        times = np.array([ms for ms, _, _ in real[: len(cascades)]])
+        expected = np.array([p.ms_per_token for p in predictions[: len(cascades)]])
+        differences = np.abs(expected / times - 1)
+        choice = cascades.index(chosen[kind])
+        console.print(
+            f"{title}: largest difference {differences.max():.1%}, mean {differences.mean():.1%}; "
+            f"rank correlation {spearmanr(expected, times).statistic:.3f}; the chosen cascade, "
+            f"{names[choice]}, takes {times[choice] / times.min() - 1:+.1%} of the best measured."
+        )
+    write_csv(arguments.output / "predictions.csv", rows)
+    draw(arguments.output / "predictions.png", [r for r in rows if r["kind"] == ALL], title)
 
 
 if __name__ == "__main__":
