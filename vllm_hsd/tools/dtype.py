@@ -114,7 +114,7 @@ def _config(model: str, given: Mapping[str, Any]) -> Any:
     keys = {key: given[key] for key in ("revision", "trust_remote_code") if key in given}
     try:
         return AutoConfig.from_pretrained(model, **keys)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a config.json makes transformers raise
         raise UserError(f"the model '{model}' has no configuration ({brief(error)}).") from None
 
 

@@ -120,6 +120,22 @@ def test_a_drafter_is_read_as_it_was_served():
         assert (drafter.name, drafter.model, dict(drafter.keys)) == ("d", "a/d", keys)
 
 
+def test_every_drafter_has_a_name_of_its_own():
+    """By which its rows are kept; most of two names may be alike."""
+    models = (
+        "a/Distill-Qwen-Instruct-1.5B",
+        "a/Distill-Qwen-Instruct-7B",
+        "b/Distill-Qwen-Instruct-7B",
+    )
+    levels = [{"model": model, "num_tokens": n} for n, model in enumerate(models, 1)]
+    config = {"method": "hsd", "num_speculative_tokens": 3, "levels": levels}
+    names = [
+        drafter.name.removeprefix("Distill-Qwen-Instruct-")
+        for drafter in drafters_of(config).models
+    ]
+    assert names == ["1.5B", "7B (2)", "7B (3)"]
+
+
 RUNS, RUN_TOKENS = 20, 2048
 
 

@@ -8,7 +8,7 @@ import torch
 from support.marks import slow_but
 from support.openai_server import running_server
 from support.soak_servers import two_models
-from support.stand_in_servers import stand_in
+from support.stand_in_servers import Handler, stand_in
 
 from vllm_hsd.tools.audit.other_servers import connect
 from vllm_hsd.tools.audit.quantiles import token_ranges
@@ -97,6 +97,20 @@ def test_real_servers(text_family, tmp_path_factory, judged, capsys):
     assert sound["sampled"]["tokens"] == 2 * 4096
     assert sound["greedy"]["passed"] and biased["greedy"]["passed"] and not biased["lossless"]
     assert "mid" in {check["order"] for check in sound["sampled"]["checks"]}
+
+
+def test_the_key_of_a_server_is_given(monkeypatch):
+    asked = []
+
+    def do_GET(handler):
+        asked.append(handler.headers["Authorization"])
+        Handler.do_GET(handler)
+
+    with stand_in("sglang", do_GET=do_GET) as url:
+        connect("--url", url)
+        monkeypatch.setenv("VLLM_API_KEY", "key")
+        connect("--url", url)
+    assert set(asked[: len(asked) // 2]) == {None} and set(asked[-2:]) == {"Bearer key"}
 
 
 def test_mistakes_are_named(error):

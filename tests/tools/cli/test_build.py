@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,8 @@ HEADS = ["exit-heads", "--target", TARGET, "--layers"]
     ("arguments", "message"),
     [
         (["store", "--target", "CORPUS", "CORPUS"], "--target: '.*' has no tokenizer"),
+        # Of a later release of tokenizers, for example.
+        (["store", "--target", "DAMAGED", "CORPUS"], "--target: '.*' has no tokenizer"),
         (["store", "--target", TARGET, "no-such-file"], "TEXT 'no-such-file' cannot be read"),
         (["store", "--target", TARGET, "BINARY"], "TEXT '.*' is not text in UTF-8"),
         (["store", "--target", TARGET], "no texts: give files, or let the target write chats"),
@@ -95,8 +98,11 @@ def test_errors_are_one_line_on_stderr(tmp_path, corpus, capsys, arguments, mess
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "empty").write_text("")
     (tmp_path / "folder").mkdir()
+    damaged = shutil.copytree(TARGET, tmp_path / "damaged")
+    (damaged / "tokenizer.json").write_text('{"pre_tokenizer": {"type": "later"}}')
     named = {
         "FOLDER": tmp_path / "folder",
+        "DAMAGED": damaged,
         "BINARY": tmp_path / "binary",
         "EMPTY": tmp_path / "empty",
         "CORPUS": corpus,

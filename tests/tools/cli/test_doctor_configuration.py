@@ -43,6 +43,12 @@ def test_a_configuration_is_refused_in_one_sentence(family, config, words, capsy
     check_faults(capsys, family.target, config, [words])
 
 
+def test_a_model_that_is_not_here_and_no_network(capsys, monkeypatch):
+    """vLLM looks for its files before the configuration is made."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    check_faults(capsys, "some/model", NGRAM, ["vLLM refuses .* cached snapshot"])
+
+
 def cascade(*levels: dict) -> dict:
     return {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
 

@@ -306,3 +306,5 @@ def test_profile_command_without_timing_and_prompts(text_family, tmp_path, capsy
     profile = load_profile(path)
     assert profile.latencies is None and profile.prompts.file == ""
     assert 0.5 < profile.rate_matrix()[1, 2] < 1 and profile.lookups == [0]
+    assert run("plan", path, "-o", tmp_path / "cascade.json") == 2
+    assert "on a CPU, without --skip-timing; on a GPU compare" in capsys.readouterr().err

@@ -171,6 +171,13 @@ def test_weights_that_are_cut_off(text_family, tmp_path):
         ModelSet(target, make_candidates(models=[text_family.small]))
 
 
+def test_a_tokenizer_of_a_later_release(text_family, tmp_path):
+    later = change_file(lambda text: b'{"pre_tokenizer": {"type": "later"}}', "tokenizer.json")
+    target = damaged_copy(text_family.target, tmp_path / "target", later)
+    with pytest.raises(UserError, match=r"the tokenizer of '.*' cannot be loaded"):
+        ModelSet(target, make_candidates(models=[text_family.small]))
+
+
 def test_a_target_that_reads_pictures(tmp_path):
     text = {**CONFIG, "vocab_size": 64, "num_hidden_layers": 2}
     picture = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}

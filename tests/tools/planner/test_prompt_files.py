@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -86,6 +87,15 @@ def test_a_public_set_is_fetched_once(network):
     assert read_prompts("mt_bench") == chats("first")
     source.unlink()
     assert read_prompts("mt_bench") == chats("first")
+
+
+def test_a_cache_that_cannot_be_written_is_named(network, monkeypatch):
+    (network / "mt_bench.jsonl").write_text('{"turns": ["first"]}\n')
+    for fault in (PermissionError("read-only"), None):
+        found = mock.Mock(side_effect=fault, return_value=Path("/proc/none"))
+        monkeypatch.setattr("huggingface_hub.cached_assets_path", found)
+        with pytest.raises(UserError, match=r"'mt_bench' cannot be fetched .*: give a file"):
+            read_prompts("mt_bench")
 
 
 @pytest.mark.parametrize("name", ["mtbench", "mt_bench:a:b", "speed_bench:qualitative:a:b"])

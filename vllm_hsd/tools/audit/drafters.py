@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_hsd.config.cascade_config import CascadeConfig
@@ -19,7 +19,7 @@ class Drafter:
     """A model that drafts, and can be served by itself.
 
     Attributes:
-        name: for the report.
+        name: for the report, no other one's.
         model: path or name.
         temperature_scale: factor on the requests' temperatures.
         keys: of vLLM, which say what the model's files are.
@@ -65,8 +65,13 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
         for source in every
         if source.kind == "model"
     )
+    names = [drafter.name for drafter in served]
+    alike = (names.count(name) > 1 for name in names)
     return Drafters(
-        tuple(served),
+        tuple(
+            replace(drafter, name=f"{drafter.name} ({n})") if again else drafter
+            for n, (drafter, again) in enumerate(zip(served, alike, strict=True), 1)
+        ),
         recorded=any(source.kind != "model" for source in every),
         # What is verified without probabilities here is a lookup's: the drafts of coupled requests
         # are not recorded.
@@ -89,4 +94,4 @@ def _drafter(model: str, scale: float, given: Mapping[str, Any]) -> Drafter:
 
 def short_name(model: str) -> str:
     """The end of a model's path or name."""
-    return model.rstrip("/").rpartition("/")[2][:20]
+    return model.rstrip("/").rpartition("/")[2]

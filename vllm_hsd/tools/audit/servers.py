@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -201,6 +202,8 @@ class Server:
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
         try:
             request = urllib.request.Request(self.url + path, data, headers)
             return urllib.request.urlopen(request, timeout=TIMEOUT)

@@ -285,10 +285,10 @@ def configuration_findings(
         json_object(speculative_config, "--speculative-config")
         given += ["--speculative-config", speculative_config]
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-hsd doctor"))
-    engine = AsyncEngineArgs.from_cli_args(parser.parse_args([*given, *vllm_arguments]))
     mistakes: list[str] = []
     config: Any = None
     try:
+        engine = AsyncEngineArgs.from_cli_args(parser.parse_args([*given, *vllm_arguments]))
         with collected(mistakes):
             config = engine.create_engine_config()
         mistakes += _head_mistakes(engine)

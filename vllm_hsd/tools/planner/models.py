@@ -98,7 +98,7 @@ class ModelSet:
         self.target = _load(target, device)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(target)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises no other for files that it cannot read
             text = f"the tokenizer of '{target}' cannot be loaded ({brief(error)})."
             raise UserError(text) from None
         self.vocabulary: int = text_config(self.target).vocab_size
@@ -354,16 +354,16 @@ def _load(path: str, device: str) -> Any:
     dtype = torch.float32 if device == "cpu" else "auto"
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except Exception as error:  # packages for quantized weights, damaged files
+        return model.eval().to(device)  # type: ignore[arg-type]  # its stub lacks the arguments
+    except Exception as error:  # packages for quantized weights, damaged files, too little memory
         raise UserError(f"model '{path}' cannot be loaded ({brief(error)}).") from None
-    return model.eval().to(device)  # type: ignore[arg-type]  # its stub lacks the arguments
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:
     """A drafter may come without tokenizer files: it only ever sees token ids."""
     try:
         return AutoTokenizer.from_pretrained(path).get_vocab()
-    except (OSError, ValueError):
+    except Exception:  # as above
         return None
 
 

@@ -75,17 +75,16 @@ class PublicSet:
         from huggingface_hub import cached_assets_path
 
         stem = "-".join(filter(None, (self.name, self.subset)))
-        kept = cached_assets_path("vllm-hsd", "prompts") / f"{stem}.jsonl"
-        if not kept.exists():
-            try:
+        try:
+            kept = cached_assets_path("vllm-hsd", "prompts") / f"{stem}.jsonl"
+            if not kept.exists():
                 text = self._hub_text() if self.subset else self._url_text()
-            except Exception as error:  # whatever a network, a hub or a proxy's page raises
-                raise UserError(
-                    f"the public prompts '{self.name}' cannot be fetched ({brief(error)}): give a "
-                    "file."
-                ) from None
-            with written_whole(kept) as unfinished:
-                unfinished.write_bytes(text)
+                with written_whole(kept) as unfinished:
+                    unfinished.write_bytes(text)
+        except Exception as error:  # whatever a network, a hub, a proxy's page or a disk raises
+            raise UserError(
+                f"the public prompts '{self.name}' cannot be fetched ({brief(error)}): give a file."
+            ) from None
         return kept
 
     def _url_text(self) -> bytes:

@@ -72,8 +72,8 @@ class Search:
     def __init__(self, profile: Profile, constraints: Constraints):
         if profile.latencies is None:
             raise UserError(
-                "the profile holds no latencies; run `vllm-hsd profile` where vLLM is installed, "
-                "without --skip-timing."
+                "the profile holds no latencies: run `vllm-hsd profile` on a CPU, without "
+                "--skip-timing; on a GPU compare cascades by `vllm-hsd bench`."
             )
         self.profile, self.constraints = profile, constraints
         longest = profile.max_draft_tokens
