@@ -11,14 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SIZES = {
-    "lines of vllm_hsd without tools": 14852,
-    "lines of kernels": 9127,
-    "lines of tools": 15070,
-    "lines of tests": 30297,
-    "lines of benchmarks": 8949,
+    "lines of vllm_hsd without tools": 14799,
+    "lines of kernels": 9128,
+    "lines of tools": 15078,
+    "lines of tests": 30322,
+    "lines of benchmarks": 9003,
     "refusals": 232,
     "words of documents": 25999,
-    "modules that a server imports": 125,
+    "modules that a server imports": 126,
 }
 SERVER = """
 import sys

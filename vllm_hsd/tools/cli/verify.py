@@ -39,9 +39,9 @@ def add_parser(commands: Any) -> None:
     add("--speculative-config", metavar="JSON", help="as for `vllm serve`")
     add(
         "--url", metavar="URL",
-        help="verify a running OpenAI server of vLLM instead, such as http://localhost:8000 (its key: "
-        "VLLM_API_KEY); "
-        "text is sampled with top_k 16, since a server gives out 20 log-probabilities",
+        help="verify a running OpenAI server of vLLM instead, such as http://localhost:8000, with "
+        "the key in VLLM_API_KEY if it has one; text is sampled with top_k 16, since a server "
+        "gives out 20 log-probabilities",
     )  # fmt: skip
     add("--plain-url", metavar="URL", help="a server of the same model without speculation")
     add(
