@@ -188,7 +188,9 @@ class Stream:
         offer = LookupResult(np.zeros((1, width), dtype=np.int64), counts, confidence)
         missed, left = self._missed(), len(self.answered.tokens) - self.place
         late = self.budget.times[1].seconds(missed) if missed > 0 else 0.0
-        found = self.budget.plan(SLOTS, SLOTS + room, 1, offer, [0.0, late], left)
+        found = self.budget.plan(
+            SLOTS, SLOTS + room, 1, offer, np.array([[0.0], [late]]), SLOTS + left
+        )
         self.budget.searched(1, self.times.search, found.gained)
         self.prices = found.further
         selected = found.selection

@@ -333,9 +333,9 @@ def test_a_trial_waits_until_its_reading_is_a_small_share():
     assert due == [False] * 200 + [True] * TRIAL_STEPS
 
 
-@pytest.mark.parametrize("late, left, reads", [(0.1, 100, True), (4, 100, False), (4, 400, True)])
+@pytest.mark.parametrize("late, left, reads", [(0.1, 100, True), (4, 400, False), (4, 4000, True)])
 def test_a_model_reads_a_text_for_what_lookups_have_left_to_gain(late, left, reads):
-    """In each fourth step a lookup finds nothing."""
+    """In each fourth step a lookup finds nothing: of 25 tokens one, in whose step a model gains."""
     budget = DraftBudget(drafting_levels([LENGTH] * 2, looks_up=True), 1)
     one, places = np.ones(1, dtype=np.int64), np.arange(LENGTH)
     budget.times[2].observe(1, 0.1)
@@ -348,7 +348,7 @@ def test_a_model_reads_a_text_for_what_lookups_have_left_to_gain(late, left, rea
         count = LENGTH * (step % 4 < 3)
         estimates = 0.97 ** (1.0 + places[None, :count])
         offer = LookupResult(np.zeros((1, count), dtype=np.int64), one * count, estimates)
-        plan = budget.plan(0 * one, LENGTH * one, 1, offer, [0.0, late], left)
+        plan = budget.plan(0 * one, LENGTH * one, 1, offer, np.array([[0.0], [late]]), left * one)
         found.append(1 in plan.selection.levels)
         assert found[-1] or plan.selection.levels == (0,) * (count > 0)
     assert found == [reads and step % 4 == 3 for step in range(24)]
@@ -360,7 +360,7 @@ def test_a_level_that_verifies_nothing_takes_nothing_from_below():
         levels = DraftingLevel(8, 4, looks_up=True), DraftingLevel(8, 8, verifies=verifies)
         budget = DraftBudget(levels, 1)
         budget.times[1].observe(1, 0.01)
-        feeders, _ = budget._cheapest_paths(1, None, [0.0, 0.0])
+        feeders, _ = budget._cheapest_paths(np.zeros(1, dtype=np.int64), None, np.zeros((2, 1)))
         assert (feeders[1] is not None) == verifies
         assert budget.everything.levels == ((0, 1) if verifies else (1,))
 

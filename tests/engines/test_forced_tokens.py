@@ -5,6 +5,7 @@ Tokens that a grammar forces are drafted in the place of drafts, and no text cha
 
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import xgrammar
@@ -196,6 +197,13 @@ def test_a_text_that_goes_on_has_no_space_of_its_own(kind, text):
     matcher = xgrammar.GrammarMatcher(grammar)
     found = forced_tokens.forced_tokens(SimpleNamespace(matcher=matcher), tokenizer)
     assert found == tokens and all(matcher.accept_token(token) for token in found)
+
+
+def test_of_a_long_text_only_its_beginning_is_encoded():
+    """In every step: a constant of a schema may be a whole file."""
+    tokenizer = mock.Mock(encode=lambda text, **_: list(map(ord, text[:2000])))
+    matcher = mock.Mock(find_jump_forward_string=lambda: "a" * 100_000)
+    assert len(forced_tokens.forced_tokens(mock.Mock(matcher=matcher), tokenizer)) == 1024
 
 
 def of_xgrammar(text: str) -> dict:

@@ -178,8 +178,8 @@ class Proposal:
             self.batch.texts(self.slots), self.requested[-1].numpy().astype(np.int64)
         )
 
-    def missed(self, level: int) -> int:
-        return 0
+    def missed(self, level: int) -> np.ndarray:
+        return np.zeros(len(self.slots))
 
     def run(self, selection: StepLevels) -> None:
         self.selection, requested = selection, self.requested[-1].numpy()

@@ -80,8 +80,8 @@ class DraftBudget:
         most: np.ndarray,
         running: int,
         offer: LookupResult | None = None,
-        late: Sequence[float] = (),
-        left: float = 1.0,
+        late: np.ndarray | None = None,
+        left: np.ndarray | None = None,
     ) -> Plan:
         """What is drafted in the next step, by the times seen so far.
 
@@ -89,8 +89,9 @@ class DraftBudget:
             slots, most: [n] int64 requests that may draft, and how many tokens.
             running: requests of the step, n at least.
             offer: what the lookup of level 0 has found for these requests.
-            late: by level, seconds in which it reads what it has missed, before it drafts.
-            left: tokens that a request may still get, in the mean.
+            late: [levels, n] seconds in which a level reads what it has missed of a request before
+                it drafts; None for nothing.
+            left: [n] tokens that the requests may still get; None for one each.
         """
         size, target = len(slots), self.goodput[-1]
         if not size or target.times.empty:
@@ -98,7 +99,8 @@ class DraftBudget:
             one = np.where(np.arange(size) == 0, most, 0)
             return Plan(FORBIDDEN * np.arange(2), replace(self.everything, most=one))
         verify, rate = target.prices(size, running), target.rate(running)
-        late = late or [0.0] * self.target
+        late = np.zeros((self.target, size)) if late is None else late
+        left = self.reading.left(slots, np.ones(size) if left is None else left)
         return self._select(slots, most, verify, rate, offer, late, left)
 
     def _select(
@@ -108,8 +110,8 @@ class DraftBudget:
         verify: np.ndarray,
         rate: float,
         offer: LookupResult | None,
-        late: Sequence[float],
-        left: float,
+        late: np.ndarray,
+        left: np.ndarray,
     ) -> Plan:
         """The levels of the next step, and the draft length of every request.
 
@@ -124,26 +126,33 @@ class DraftBudget:
             return Plan(verify)
         size, target = len(slots), self.target
         token = further_tokens(verify[::size] / size)
-        feeders, seconds = self._cheapest_paths(size, offer, [each / left for each in late])
-        gains = [
-            self._gain(top, slots, most, verify, rate * seconds[top], offer if top == 0 else None)
-            for top in range(target)
-        ]
-        costs = [rate * each for each in late]
-        steps = left / self.goodput[-1].gain(size)
-        pays = self.reading.pays(slots, [gain for gain, _ in gains], costs, steps)
-        gains = [each if ok else (0.0, each[1]) for each, ok in zip(gains, pays, strict=True)]
+        feeders, seconds = self._cheapest_paths(slots, offer, late / left)
+
+        def gain(top: int, most: np.ndarray) -> tuple[float, np.ndarray, float]:
+            offered = offer if top == 0 else None
+            return self._gain(top, slots, most, verify, rate * seconds[top], offered)
+
+        gains, costs = [gain(top, most) for top in range(target)], rate * late
+        # A step without drafts takes the time of so many tokens, and gives one.
+        tokens, worth = self.goodput[-1].gain(size), []
+        for net, _, accepted in [*gains, (0.0, most, 0.0)]:
+            emitted = 1 + accepted / size
+            worth.append(((1 + net / size - tokens) / emitted, emitted))
+        reads = self.reading.pays(slots, worth, costs, left)
+        for top in np.flatnonzero(~reads.all(1)).tolist():
+            gains[top] = gain(top, np.where(reads[top], most, 0))
         best = max(range(target), key=lambda top: gains[top][0])
         searched = gains[0][0] + rate * float(seconds[0][-1]) if gains[0][0] > 0 else 0.0
         if gains[best][0] > 0:
             self.trials.pays(self.rows[best, target])
         for top in range(target):
             used = top == best and gains[best][0] > 0
-            option = self.rows[top, target]
-            if not used and self.trials.due(option, costs[top] / size):
-                lengths = np.where(
-                    self.trials.takes_part(option, size), np.minimum(most, PLACES), 0
-                )
+            option, least = self.rows[top, target], costs[top].min()
+            if not used and self.trials.due(option, least / size):
+                cheapest = np.flatnonzero(costs[top] == least)
+                taken = cheapest[self.trials.takes_part(option, len(cheapest))]
+                lengths = np.zeros_like(most)
+                lengths[taken] = np.minimum(most[taken], PLACES)
                 return Plan(verify, self._path(top, feeders, lengths), (0.0, token), searched)
         if gains[best][0] <= 0:
             return Plan(verify, gained=searched)
@@ -190,17 +199,17 @@ class DraftBudget:
         return worth
 
     def _cheapest_paths(
-        self, size: int, offer: LookupResult | None, late: Sequence[float]
+        self, slots: np.ndarray, offer: LookupResult | None, late: np.ndarray
     ) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
         """By level: its feeder with its draft length, and seconds [longest + 1] of n tokens.
 
         What a lookup offers now is the first round; later ones are what they are in the mean.
 
         Args:
-            late: by level, a step's share of the seconds in which it reads what it has missed.
+            late: [levels, n] a step's share of the seconds in which it reads what it has missed.
         """
         # What the levels below have to read; what a level has missed itself, `Reading` weighs.
-        fed = [0.0] * self.target
+        size, fed = len(slots), [0.0] * self.target
         tokens = np.arange(self.longest + 1)
         feeders: list[tuple[int, int] | None] = []
         seconds: list[np.ndarray] = []
@@ -219,15 +228,15 @@ class DraftBudget:
                 cheapest = int((rounds / first).argmin())
                 later = np.maximum(tokens - first[cheapest], 0) / emitted[cheapest]
                 found = rounds[cheapest] * ((tokens > 0) + later)
-                pays = found[-1] + late[below] + fed[below] < best[-1]
+                # Of requests that the level itself drafts for.
+                more = float(late[below] @ self.reading.reads[level, slots]) + fed[below]
+                pays = found[-1] + more < best[-1]
                 if pays:
                     self.trials.pays(row)
                 if pays or self.trials.due(row):
-                    best, feeder = found, (below, int(n[cheapest]))
+                    best, feeder, fed[level] = found, (below, int(n[cheapest])), more
             feeders.append(feeder)
             seconds.append(best)
-            if feeder is not None:
-                fed[level] = late[feeder[0]] + fed[feeder[0]]
         seconds = [each + more * (tokens > 0) for each, more in zip(seconds, fed, strict=True)]
         return feeders, seconds
 
@@ -239,8 +248,10 @@ class DraftBudget:
         verify: np.ndarray,
         drafting: np.ndarray,
         offer: LookupResult | None,
-    ) -> tuple[float, np.ndarray]:
-        """What the best drafts of one level gain above their price, and their lengths [n]."""
+    ) -> tuple[float, np.ndarray, float]:
+        """Of the best drafts of one level: what they gain above their price, their lengths [n], and
+        tokens accepted.
+        """
         row, width = self.rows[top, self.target], self.levels[top].longest
         if offer is None:
             survival = np.cumprod(self.acceptance.ahead(row, slots, width), axis=1)
@@ -249,12 +260,13 @@ class DraftBudget:
             survival = self._survival(row, offer, width, self.acceptance.scale(row, slots))
             fill = 1.0
         survival = np.where(np.arange(width) < most[:, None], survival, 0.0)
-        best = 0.0, np.zeros(len(slots), dtype=np.int64)
+        best = 0.0, np.zeros(len(slots), dtype=np.int64), 0.0
         for length in range(1, width + 1):
             least, net = cut(survival[:, :length], verify, fill)
             gain = net - float(drafting[length])
             if gain > best[0]:
-                best = gain, (survival[:, :length] >= least).sum(1)
+                kept = survival[:, :length] >= least
+                best = gain, kept.sum(1), fill * float(survival[:, :length][kept].sum())
         return best
 
     def survival(self, slots: np.ndarray, offer: LookupResult) -> np.ndarray:

@@ -21,6 +21,8 @@ FORCED = "forced"
 ATTRIBUTE = "hsd_forced"
 # Put before a text that goes on. The second is for one that begins with a space or a line.
 ANCHORS = ("\n", "0")
+# Of a forced text: 63 tokens have hardly more, and it would be encoded whole in every step.
+_CHARACTERS = 1024
 UPDATE_REQUESTS = f"{RUNNER}.update_requests"
 
 
@@ -28,7 +30,7 @@ def forced_tokens(grammar: Any, tokenizer: Any) -> list[int]:
     """What must follow, as one of the ways to write it in tokens; empty for other backends."""
     # xgrammar gives text, of which the grammar allows every tokenization.
     if (matcher := getattr(grammar, "matcher", None)) is not None:
-        text = matcher.find_jump_forward_string()
+        text = matcher.find_jump_forward_string()[:_CHARACTERS]
         return _continued(tokenizer, text) if text else []
     if (matcher := getattr(grammar, "ll_matcher", None)) is not None:
         return list(matcher.compute_ff_tokens())

@@ -116,10 +116,8 @@ class HostBudget:
             began = clock.seconds()
             offer = program.draft_ahead(state, drafts)
             self.searching = clock.seconds() - began
-        late = self._late(program)
-        # One in every step at least.
-        steps = max(float(left[drafts].mean()) if len(slots) else 1.0, 1.0)
-        plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, steps))
+        late = self._late(program, len(slots))
+        plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, left[drafts]))
         selected, self.further = plan.selection, plan.further
         if offer is not None:
             self.budget.searched(len(slots), self.searching, plan.gained)
@@ -132,12 +130,13 @@ class HostBudget:
             self.budget.branch_tokens[slots] = kept
         return selected
 
-    def _late(self, program: HostProgram) -> list[float]:
-        """By level, seconds in which it reads what it has missed."""
-        found = []
+    def _late(self, program: HostProgram, count: int) -> np.ndarray:
+        """[levels, n] seconds in which a level reads what it has missed of requests that draft."""
+        found = np.zeros((self.budget.target, count))
         for k, times in enumerate(self.budget.times[:-1]):
             missed = program.missed(k)
-            found.append(times.seconds(missed) if missed and not times.empty else 0.0)
+            if (whole := missed.sum()) and not times.empty:
+                found[k] = times.seconds(whole) * missed / whole
         return found
 
     def _searches(self, size: int) -> bool:

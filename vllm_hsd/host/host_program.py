@@ -207,10 +207,10 @@ class HostProgram(Program):
             if self.budget is not None:
                 self.budget.timed(level, read, clock.seconds() - began)
 
-    def missed(self, level: int) -> int:
-        """Tokens that a level would have to read before it drafts for these requests."""
+    def missed(self, level: int) -> np.ndarray:
+        """[n] tokens that a level would have to read before it drafts for these requests."""
         if self.caches.levels[level] is None:
-            return 0
+            return np.zeros(np.count_nonzero(self.drafts))
         ends = self._text_ends()[self.drafts] - 1
         return self.caches.missed(level, self.slots[self.drafts], ends)
 

@@ -98,14 +98,15 @@ class LevelCaches:
             total += int(counts.sum())
             self.blocks.fill(level, table[reads], begins[reads], begins[reads] + counts)
 
-    def missed(self, level: int, slots: np.ndarray, ends: np.ndarray) -> int:
-        """Tokens that `read` would compute, those of blocks that requests have found once."""
+    def missed(self, level: int, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[n] tokens that `read` would compute; blocks that requests have found are shared out."""
         begins, size = self.computed[level, slots], self.blocks.block_size
         first = begins // size
         owners, offsets = ragged_arange(np.maximum(self.hits[slots] // size - first, 0))
         found = self._table()[slots[owners], first[owners] + offsets]
-        again = len(found) - len(np.unique(found))
-        return int(np.maximum(ends - begins, 0).sum()) - again * size
+        _, place, counts = np.unique(found, return_inverse=True, return_counts=True)
+        spared = np.bincount(owners, 1 - 1 / counts[place], minlength=len(slots))
+        return np.maximum(ends - begins, 0) - spared * size
 
     def _take_filled(self, slots: np.ndarray) -> None:
         """What levels have read of blocks that requests share, also for another of them."""
