@@ -183,6 +183,19 @@ def test_above_the_batch_limit_a_step_of_decodes_runs_no_level():
     assert is_greedy(served) and not passes and served.drafter.stale.sum() == 2
 
 
+def test_requests_of_vllms_warm_up_draft_after_a_batch_above_the_limit():
+    """It decodes the largest batch first: kernels of proposals would not be compiled."""
+    served = runner([{"temperature": 0.0}] * 3, "equal")
+    served.step()
+    whole, served.drafter.names = served.drafter.state, "_warmup_"
+    served.drafter.state = limited(whole, 2)
+    served.step()
+    served.drafter.state = whole
+    assert not served.drafter.stale.any()
+    served.step()
+    assert (served.step().num_sampled > 1).all()
+
+
 @pytest.mark.parametrize("name", ["bigram", "lookup", "pairs"])
 def test_above_the_batch_limit_what_keeps_no_cache_misses_nothing(name):
     """And an exit reads the target's own: its requests draft again."""

@@ -97,6 +97,7 @@ class TableCascade(CascadeSpeculator):
 
     max_model_len = 0  # a property of the configuration in vLLM 0.33
     has_placeholders = True
+    names = "request"
 
     def __init__(self, cascade: dict, req_states, draft: torch.Tensor) -> None:
         tables: list[torch.Tensor] = []
@@ -179,6 +180,7 @@ class TableCascade(CascadeSpeculator):
         count = len(slots)
         batch = SimpleNamespace(
             num_reqs=count,
+            req_ids=[f"{self.names} {slot}" for slot in slots.tolist()],
             has_prefill=False,
             num_tokens_after_padding=0,
             idx_mapping=slots,

@@ -119,8 +119,9 @@ class SourcesLookup:
 
     def forget(self, slots: torch.Tensor) -> None:
         """Know nothing of these requests: int64 [n]."""
-        self.own[:, :, slots] = 0.0
-        self.counts[:, slots] = 0
+        # An assigned number would be copied to the device, which waits for it.
+        self.own.index_fill_(2, slots, 0.0)
+        self.counts.index_fill_(1, slots, 0)
 
     def __call__(self, state: ProposalState, text: torch.Tensor) -> None:
         """Append one lookup's offer to every text, `requested[0]` tokens at most.

@@ -150,5 +150,5 @@ class DraftConfidence(BoundedConfidence):
         """Let the places of some of the slots, int64 [n], be unmeasured."""
         nobody = len(self.estimator.features) - 1
         slots = slots.where(where, nobody)
-        self.estimator.features[slots] = 0.0
+        self.estimator.features.index_fill_(0, slots, 0.0)
         self.estimator.predictions[slots] = self.estimator.intercepts.sigmoid()

@@ -46,8 +46,8 @@ class DeviceThresholds:
 
     def forget(self, slots: torch.Tensor) -> None:
         """Know nothing of these requests: int64 [n]."""
-        self.total[:, slots] = 0.0
-        self.count[:, slots] = 0
+        self.total.index_fill_(1, slots, 0.0)
+        self.count.index_fill_(1, slots, 0)
 
 
 def end_unsure_drafts(

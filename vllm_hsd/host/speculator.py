@@ -205,7 +205,7 @@ class CascadeSpeculator(BaseSpeculator):
             begins = input_batch.is_prefilling_np[:count]
             self.stale[slots[begins]] = ~read[begins]
             self._forget(async_tensor_h2d(slots[begins], device=self.device, dtype=torch.int64))
-        elif not fits and self.keeps_caches:
+        elif not fits and self.keeps_caches and not _warms_up(input_batch):
             # Passes of all levels would cost a large batch more than its drafts are worth later.
             self.stale[slots] = True
         stale = self.stale[slots]
@@ -285,3 +285,9 @@ class CascadeSpeculator(BaseSpeculator):
                 f"the CUDA graph for {state.batch} requests drafts {replayed.tolist()}, the same "
                 f"proposal without a graph {drafted.tolist()}."
             )
+
+
+def _warms_up(input_batch: Any) -> bool:
+    """Whether these are requests of vLLM's warm-up, which runs small batches after a large one."""
+    found: bool = input_batch.req_ids[0].startswith("_warmup_")
+    return found
