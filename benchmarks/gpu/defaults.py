@@ -38,15 +38,17 @@ WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}
 def configurations(small: str, mid: str) -> dict[str, dict[str, Any]]:
     """Speculative configurations by name, of two drafters."""
     two = {"model": small, "num_tokens": 3}, {"model": mid}
-    three = {"ngram": {"max": 4}, "num_tokens": 2}, *two
+    ngram = {"ngram": {"max": 4}}
+    three = {**ngram, "num_tokens": 2}, *two
+    found = {"sources": [ngram, {"model": small}], "num_tokens": 3}
     return {
-        "two levels": engines.cascade(8, *two),
+        "sources below a model": engines.cascade(8, found, {"model": mid, "stopping": "entropy"}),
         "three levels, adaptive": engines.cascade(8, *three, adaptive=True),
     }
 
 
 def run(setting: Setting) -> Finding:
-    """Two and three levels below an 8B target."""
+    """Two cascades below an 8B target, with what is forgotten when a prompt comes."""
     engines.require_vllm()
     target, mid, small = (engines.shaped(setting, size) for size in ("8B", "1.7B", "0.6B"))
     Path(target, "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))
