@@ -334,7 +334,7 @@ def main() -> None:
         predictions, at_own_times = (
             predicted(searches[kind], selections, times) for times in (latencies, own)
         )
-        rows += compared(kind, names, predictions, at_own_times, real)
+        rows += compared(kind, names[: len(real)], predictions, at_own_times, real)
         console.print(f"{kind}:")
         for name, p, own_time, (ms, error, tokens) in zip(
             names, predictions, at_own_times, real, strict=False

@@ -58,10 +58,13 @@ def test_clients_do_not_say_how_long_answers_are():
     assert reads(budget, late, 50, most=30_000)
     reading = Reading(1, 2)
     assert reading.left(np.arange(2), np.array([30_000, 20])).tolist() == [30_000, 20]
-    reading.left(np.arange(1), np.array([29_950]))
+    reading.left(np.arange(1), np.array([29_951]))
+    reading.pays(np.arange(1), [(0.0, 1.0)] * 2, np.zeros((1, 1)), np.ones(1))
     reading.forget(0)
     assert reading.left(np.arange(2), np.array([30_000, 20])).tolist() == [50, 20]
-    budget.reading.usual = 50
+    # One that goes on longer than any before is taken to have as many tokens to come.
+    assert reading.left(np.arange(1), np.array([29_900])).tolist() == [100]
+    budget.reading.answers.append(50)
     assert not reads(budget, late, 50, most=30_000)
 
 

@@ -101,7 +101,7 @@ class DraftBudget:
         verify, rate = target.prices(size, running), target.rate(running)
         late = np.zeros((self.target, size)) if late is None else late
         left = self.reading.left(slots, np.ones(size) if left is None else left)
-        return self._select(slots, most, verify, rate, offer, late, left)
+        return self._select(slots, most, verify, rate, offer, late, left, target.gain(running))
 
     def _select(
         self,
@@ -112,6 +112,7 @@ class DraftBudget:
         offer: LookupResult | None,
         late: np.ndarray,
         left: np.ndarray,
+        tokens: float,
     ) -> Plan:
         """The levels of the next step, and the draft length of every request.
 
@@ -133,8 +134,8 @@ class DraftBudget:
             return self._gain(top, slots, most, verify, rate * seconds[top], offered)
 
         gains, costs = [gain(top, most) for top in range(target)], rate * late
-        # A step without drafts takes the time of so many tokens, and gives one.
-        tokens, worth = self.goodput[-1].gain(size), []
+        # A step without drafts takes the time of so many tokens of a request, and gives one.
+        worth = []
         for net, _, accepted in [*gains, (0.0, most, 0.0)]:
             emitted = 1 + accepted / size
             worth.append(((1 + net / size - tokens) / emitted, emitted))

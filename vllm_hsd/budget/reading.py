@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_hsd.budget.goodput import MEMORY
+# Answers whose lengths are known.
+ANSWERS = 64
 
 
 class Reading:
@@ -14,8 +16,8 @@ class Reading:
 
     A level reads once for all tokens that are left, and a lookup's offer may be better in most
     steps: what its draft gains in the next one says little. So what counts is the mean over the
-    tokens of a request of what it would have gained above all other levels and no drafts. A request
-    begins with a token that gains nothing.
+    tokens of a request of what it would have gained above no drafts and the levels that need not
+    read, or read less and pay. A request begins with a token that gains nothing.
 
     Args:
         levels: that draft.
@@ -23,34 +25,36 @@ class Reading:
 
     Attributes:
         reads: bool [levels, num_slots], the last answer; of a new request that it does.
-        usual: tokens of an answer, exponentially forgotten; clients seldom say how many they want.
+        answers: tokens of the last ones; clients seldom say how many they want.
     """
 
     def __init__(self, levels: int, num_slots: int) -> None:
         self.tokens, self.gained = np.ones((levels, num_slots)), np.zeros((levels, num_slots))
         self.reads = np.ones((levels, num_slots), dtype=bool)
-        self.usual = np.inf
-        # Most tokens that were left when a request drafted first and last.
+        self.answers: deque[float] = deque(maxlen=ANSWERS)
+        # Most tokens that were left before the first step of a request, and after its last one.
         self.first, self.last = np.zeros((2, num_slots))
 
     def forget(self, slot: int) -> None:
         """The slot has a new request."""
         if self.first[slot]:
-            answer = max(self.first[slot] - self.last[slot], 1.0)
-            known = self.usual if np.isfinite(self.usual) else answer
-            self.usual = MEMORY * known + (1 - MEMORY) * answer
+            self.answers.append(self.first[slot] - self.last[slot])
         self.tokens[:, slot], self.gained[:, slot], self.reads[:, slot] = 1, 0, True
         self.first[slot] = 0
 
     def left(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
         """[n] float64 tokens to come of requests that may get `most`, 1 at least.
 
-        Answers are taken to end at any token alike, so those to come are as many as at first.
+        As many as answers had that were longer, in the mean; as many as have come if none was.
         """
         self.first[slots] = np.where(self.first[slots] > 0, self.first[slots], most)
         self.last[slots] = most
-        found: np.ndarray = np.clip(most, 1.0, max(self.usual, 1.0))
-        return found
+        age = self.first[slots] - most
+        further = np.array(self.answers) - age[:, None]
+        count = (further > 0).sum(1)
+        mean = np.minimum(further, most[:, None]).sum(1, where=further > 0) / np.maximum(count, 1)
+        found = np.where(count > 0, mean, age if self.answers else most)
+        return np.clip(found, 1.0, np.maximum(most, 1.0))
 
     def pays(
         self,
@@ -71,11 +75,16 @@ class Reading:
             costs: [levels, n] of reading what it has missed, in tokens.
             left: [n] tokens to come.
         """
-        for level, (own, _) in enumerate(worth[:-1]):
-            other, tokens = max([*worth[:level], *worth[level + 1 :]])
-            self.gained[level, slots] += tokens * max(own - other, 0.0)
-            self.tokens[level, slots] += tokens
-        mean = self.gained[:, slots] / self.tokens[:, slots]
-        found: np.ndarray = (costs == 0) | (mean * left >= costs)
+        own, tokens = np.array(worth).T
+        # Of each request, the best of what it may be drafted by; no drafts first.
+        best, every = np.full(len(slots), len(own) - 1), np.arange(len(slots))
+        found = np.zeros_like(costs, dtype=bool)
+        for level in costs.argsort(axis=0, kind="stable"):
+            self.gained[level, slots] += tokens[best] * np.maximum(own[level] - own[best], 0.0)
+            self.tokens[level, slots] += tokens[best]
+            mean, cost = self.gained[level, slots] / self.tokens[level, slots], costs[level, every]
+            found[level, every] = pays = (cost == 0) | (mean * left >= cost)
+            best = np.where(pays & (own[level] > own[best]), level, best)
         self.reads[:, slots] = found
+        self.last[slots] -= tokens[own.argmax()]
         return found

@@ -202,10 +202,11 @@ class Server:
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
         try:
             request = urllib.request.Request(self.url + path, data, headers)
+            if key := os.environ.get("VLLM_API_KEY", "").strip():
+                # Not where the server sends the request on to.
+                request.add_unredirected_header("Authorization", f"Bearer {key}")
             return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             reason = brief(error.read().decode(errors="replace"))
