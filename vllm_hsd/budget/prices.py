@@ -23,12 +23,14 @@ class Plan:
         further: in accepted tokens, a further pass of the model that drafts for the target, of all
             requests, and [longest] by the tokens of a draft each one that it adds.
         gained: by the search for the offer, in accepted tokens above the price of verifying them.
+        reads: [levels, n] bool, what a level may read late of a request; None for everything.
     """
 
     verify: np.ndarray
     selection: StepLevels = NOTHING
     further: tuple[float, np.ndarray] = (0.0, np.zeros(1))
     gained: float = 0.0
+    reads: np.ndarray | None = None
 
 
 def further_tokens(verify: np.ndarray) -> np.ndarray:

@@ -284,7 +284,7 @@ class HostProgram(Program):
             self.trials.pays(0)
         elif self.trials.due(0):
             wants = np.ones_like(wants)
-        return wants
+        return wants if self.budget is None else wants & self.budget.reads[self.slots]
 
     def warm_up(self, state: ProposalState) -> None:
         """Launch what a proposal of all levels may not, for no request."""
