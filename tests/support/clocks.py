@@ -13,9 +13,9 @@ def install() -> None:
     """Rank 1 sees other times; every rank notes what it would pay alone and what it does."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    def disagreeing(observe, self, tokens: int, seconds: float) -> None:
+    def disagreeing(observe, self, tokens: int, seconds: float, **keys) -> None:
         factor = 1 + get_tensor_model_parallel_rank() * (tokens % 5) * 3
-        observe(self, tokens, seconds * factor)
+        observe(self, tokens, seconds * factor, **keys)
 
     def noted(agreed, found) -> object:
         value = agreed(found)

@@ -164,7 +164,7 @@ class HostBudget:
     def forget(self, slot: int) -> None:
         """The slot has a new request."""
         self.budget.forget(slot)
-        self.awaits_verdict[slot] = False
+        self.awaits_verdict[slot], self.reads[slot] = False, True
 
     def nothing_drafted(self) -> None:
         """The step has no proposal."""

@@ -289,5 +289,4 @@ class CascadeSpeculator(BaseSpeculator):
 
 def _warms_up(input_batch: Any) -> bool:
     """Whether these are requests of vLLM's warm-up, which runs small batches after a large one."""
-    found: bool = input_batch.req_ids[0].startswith("_warmup_")
-    return found
+    return bool(input_batch.req_ids[0].startswith("_warmup_"))
