@@ -144,8 +144,9 @@ class DraftBudget:
             emitted = 1 + accepted / size
             worth.append(((1 + net / size - tokens) / emitted, emitted))
         reads = self.reading.pays(slots, worth, costs, left)
-        for top in np.flatnonzero(~reads[int(self.lazy) :].all(1)) + int(self.lazy):
-            gains[top] = gain(top, np.where(reads[top], most, 0))
+        for top in range(int(self.lazy), target):
+            if not reads[top].all():
+                gains[top] = gain(top, np.where(reads[top], most, 0))
         best = max(range(target), key=lambda top: gains[top][0])
         searched = gains[0][0] + rate * float(seconds[0][-1]) if gains[0][0] > 0 else 0.0
         if gains[best][0] > 0:

@@ -66,11 +66,10 @@ def drafters_of(config: Mapping[str, Any]) -> Drafters:
         if source.kind == "model"
     )
     names = [drafter.name for drafter in served]
-    alike = (names.count(name) > 1 for name in names)
     return Drafters(
         tuple(
-            replace(drafter, name=f"{drafter.name} ({n})") if again else drafter
-            for n, (drafter, again) in enumerate(zip(served, alike, strict=True), 1)
+            replace(each, name=f"{each.name} ({n})") if names.count(each.name) > 1 else each
+            for n, each in enumerate(served, 1)
         ),
         recorded=any(source.kind != "model" for source in every),
         # What is verified without probabilities here is a lookup's: the drafts of coupled requests
