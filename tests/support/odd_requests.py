@@ -101,6 +101,10 @@ EXTREME: dict[str, dict] = {
     **each("min_p", 2.0),
     "a grammar without an end": {"structured_outputs": {"regex": "(ab)*"}, "ignore_eos": False},
     "a grammar whose end is ignored": {"structured_outputs": {"regex": "(ab)*"}},
+    "a grammar that forces a text without an end": {
+        "structured_outputs": {"grammar": 'root ::= "a" root'}
+    },
+    "alternatives that part inside a character": {"structured_outputs": {"choice": ["é1", "è2"]}},
     "no grammar": {"structured_outputs": {"regex": "("}},
 }
 OFFLINE_EXTREME: dict[str, dict] = {

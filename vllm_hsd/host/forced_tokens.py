@@ -9,7 +9,12 @@ fed its own drafts before the grammar has read the text.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Set
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_hsd.config import platform
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, SCHEDULER
@@ -21,20 +26,73 @@ FORCED = "forced"
 ATTRIBUTE = "hsd_forced"
 # Put before a text that goes on. The second is for one that begins with a space or a line.
 ANCHORS = ("\n", "0")
-# Of a forced text: 63 tokens have hardly more, and it would be encoded whole in every step.
-_CHARACTERS = 1024
+# Of a forced text, for each token that it may fill: hardly any token of such texts is longer.
+_CHARACTERS = 6
+# Where more are allowed, they do not begin alike: no vocabulary has so many of one character.
+_MOST_ALLOWED = 1024
+_BYTE = re.compile("<0x(..)>")
 UPDATE_REQUESTS = f"{RUNNER}.update_requests"
 
 
-def forced_tokens(grammar: Any, tokenizer: Any) -> list[int]:
-    """What must follow, as one of the ways to write it in tokens; empty for other backends."""
-    # xgrammar gives text, of which the grammar allows every tokenization.
-    if (matcher := getattr(grammar, "matcher", None)) is not None:
-        text = matcher.find_jump_forward_string()[:_CHARACTERS]
-        return _continued(tokenizer, text) if text else []
-    if (matcher := getattr(grammar, "ll_matcher", None)) is not None:
-        return list(matcher.compute_ff_tokens())
-    return []
+def forced_tokens(grammar: Any, manager: Any, stops: Set[int], most: int) -> list[int]:
+    """What must follow, of `most` tokens at most, as one of the ways to write it in tokens.
+
+    Masks say it: what xgrammar and llguidance themselves say of it ends where the grammar leaves a
+    choice, which may be never, and xgrammar fails inside a character.
+
+    Args:
+        manager: vLLM's, of structured outputs.
+        stops: tokens that end the text, which are never forced.
+    """
+    # Other backends roll back no further than a draft.
+    if not (hasattr(grammar, "matcher") or hasattr(grammar, "ll_matcher")):
+        return []
+    tokenizer, mask = manager.tokenizer, manager.backend.allocate_token_bitmask(1)
+    tokens: list[int] = []
+    while len(tokens) < _CHARACTERS * most:
+        grammar.fill_bitmask(mask.fill_(-1), 0)
+        token = _beginning(_allowed(mask[0].numpy()), tokenizer, stops)
+        if token is None or not grammar.accept_tokens(FORCED, [token]):
+            break
+        tokens.append(token)
+    grammar.rollback(len(tokens))
+    # A grammar allows every way to write a text, and the target has one that it prefers.
+    text = _text(tokenizer, tokens)
+    return _continued(tokenizer, text)[:most] if text else []
+
+
+def _allowed(mask: NDArray[np.int32]) -> list[int]:
+    """Tokens of a mask, of 32 a word; too many ones are cut."""
+    words = np.flatnonzero(mask)[: _MOST_ALLOWED + 1]
+    bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+    word, bit = np.nonzero(bits)
+    found: list[int] = (words[word] * 32 + bit).tolist()
+    return found
+
+
+def _beginning(allowed: list[int], tokenizer: Any, stops: Set[int]) -> int | None:
+    """The token that all allowed ones begin with."""
+    if not 0 < len(allowed) <= _MOST_ALLOWED or not stops.isdisjoint(allowed):
+        return None
+    pieces = [_bytes(piece or "") for piece in tokenizer.convert_ids_to_tokens(allowed)]
+    shortest = min(pieces, key=len)
+    alike = shortest and all(piece.startswith(shortest) for piece in pieces)
+    return allowed[pieces.index(shortest)] if alike else None
+
+
+def _bytes(piece: str) -> bytes:
+    """Of a token, as SentencePiece writes it; of byte-level BPE, of which each stands for one."""
+    if byte := _BYTE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    return piece.replace("\u2581", " ").encode()
+
+
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    """Of tokens that go on, up to a character that they do not end."""
+    before = ANCHORS[-1]
+    anchor = tokenizer.encode(before, add_special_tokens=False)
+    text: str = tokenizer.decode([*anchor, *tokens])
+    return text.removeprefix(before).partition("\ufffd")[0]
 
 
 def _continued(tokenizer: Any, text: str) -> list[int]:
@@ -86,7 +144,8 @@ def _forced(scheduler: Any, request: Any, longest: int) -> list[int]:
     # The target adds a token to every draft.
     left = request.max_tokens - request.num_output_tokens - 1
     room = max(min(longest, keys.get(NUM_TOKENS, longest), left), 0)
-    tokens = forced_tokens(grammar, manager.tokenizer)[:room] if room else []
+    stops = request.sampling_params.all_stop_token_ids | {manager.tokenizer.eos_token_id}
+    tokens = forced_tokens(grammar, manager, stops, room)
     return grammar.validate_tokens(tokens) if tokens else []
 
 
