@@ -17,13 +17,15 @@ from vllm_hsd.tools.engine import Generation
 # what `spread` says of single batches, `ci_low` and `_high` its 95 % interval (bootstrap over
 # batches); `first_token` and `per_token` are times over those of no speculation, TTFT and TPOT as
 # in `vllm bench serve`; `tokens_per_step` leaves the prefill out, `block_efficiency` holds it;
-# `by_place` is the share of steps in which the first, second, ... draft token was accepted.
+# `by_place` is the share of steps in which the first, second, ... draft token was accepted;
+# `engine` is "compiled" or "eager".
 COLUMNS = (
     *("group", "set", "x", "batch_size", "temperature", "cache", "configuration", "batches"),
     *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "spread"),
     *("first_token", "per_token", "tokens_per_step", "acceptance", "draft_length", "no_draft"),
     *("block_efficiency", "block_efficiency_sd", "redundancy", "target_utilization"),
     *("generated_per_target_call", "greedy_differences", "largest_gap", "dtype", "max_tokens"),
+    "engine",
     *("ci_low", "ci_high", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "by_place"),
 )
 # What is measured once.

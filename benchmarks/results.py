@@ -129,14 +129,14 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         sets = list(dict.fromkeys(row["set"] for row in own))
         names = list(dict.fromkeys(row["configuration"] for row in own))
         group, size, temperature, follow_each_other = key
-        once = "max_tokens", "dtype", "machine", "commit"
-        tokens, dtype, machine, commit = (_different(row[name] for row in own) for name in once)
+        once = "max_tokens", "dtype", "engine", "machine", "commit"
+        tokens, *run = (_different(row[name] for row in own) for name in once)
         batches = _different(row["batches"] for row in own)
         load, counted = f"batch {size}", f"{batches} answers of each set x {tokens} tokens"
         if follow_each_other:
             load = f"{size} streams"
             counted = f"{batches} parts, {tokens} tokens an answer in the mean"
-        where = f"{dtype}, {machine}, commit {commit}"
+        where = "{}, {}, {}, commit {}".format(*run)
         yield f"**{group}, {load}, temperature {float(temperature):g}** ({counted}; {where})"
         yield ""
         columns = [*(["all"] if len(sets) > 1 else []), *sets, *MEANS]
@@ -167,7 +167,13 @@ def _figures(rows: Mapping[str, Mapping[str, str]], sets: Sequence[str]) -> Iter
         return [float(rows[name][column]) for name in sets if rows[name][column]]
 
     if len(sets) > 1:
-        yield f"{statistics.geometric_mean(of('speedup')):.2f}"
+        mean = statistics.geometric_mean(of("speedup"))
+        # Half widths of the sets' intervals, which are independent, on a log scale.
+        ends = zip(of("ci_low"), of("ci_high"), strict=True)
+        widths = (math.log(high / low) / 2 for low, high in ends)
+        width = math.hypot(*widths) / len(sets)
+        between = f" ({mean * math.exp(-width):.2f}-{mean * math.exp(width):.2f})" if width else ""
+        yield f"{mean:.2f}" + between
     for name in sets:
         low, high = (f"{float(rows[name][column]):.2f}" for column in ("ci_low", "ci_high"))
         # Neither no speculation nor a single batch has one.

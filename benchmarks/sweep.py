@@ -175,6 +175,7 @@ class Sweep:
             changed: columns in place of those of the first cell.
         """
         rows = []
+        eager = self.results.comparison.engine_args.get("enforce_eager", False)
         plain = [found for cell in cells for found in cell.found[0]]
         for index, name in enumerate(self.names):
             own = [found for cell in cells for found in cell.found[index]]
@@ -191,6 +192,7 @@ class Sweep:
                     **self._differences(cells, index),
                     "dtype": self.setup.dtype,
                     "max_tokens": self.params["max_tokens"],
+                    "engine": "eager" if eager else "compiled",
                 }
             )
         return rows

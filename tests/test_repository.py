@@ -3,6 +3,8 @@
 import ast
 import re
 import subprocess
+import sys
+import tomllib
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -41,6 +43,22 @@ def test_no_modules_import_each_other():
     graph = {name: (imported(path) & known.keys()) - {name} for name, path in known.items()}
     assert len(graph) > 50
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle.
+
+
+def test_a_server_needs_no_more_than_the_package_depends_on():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"\W", each.replace("-", "_"))[0] for each in project["dependencies"]}
+    tools = {each.replace("-", "_") for each in project["optional-dependencies"]["tools"]}
+    used = {True: set(), False: set()}
+    for name, path in modules().items():
+        used[name.startswith("vllm_hsd.tools")] |= {each.split(".")[0] for each in imported(path)}
+    # vLLM brings Triton, and pydantic its core; kernels import each other by relative names.
+    ours = {*sys.stdlib_module_names, "vllm_hsd", "vllm", "triton", "pydantic_core"}
+    ours |= {name.split(".")[-1] for name in modules()}
+    assert used[False] - ours == declared
+    # transformers brings two, and where the third is missing a sentence asks for it.
+    brought = {"huggingface_hub", "tokenizers", "datasets"}
+    assert used[True] - ours - declared - brought == tools
 
 
 def package(name: str, known: dict[str, Path]) -> str:

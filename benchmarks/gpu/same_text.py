@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import MODELS
-from benchmarks.gpu import engines
+from benchmarks.common import MODELS, on_worker
+from benchmarks.gpu import engines, graph_checks
 from benchmarks.gpu.items import PART_SECONDS, Finding, Setting
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.cli.greedy import gaps_of_target
@@ -26,14 +26,9 @@ LARGEST_GAP = 0.02
 EQUAL_MODELS = 0.995
 PROMPTS, TOKENS = 8, 64
 TOY_PROMPTS, TOY_TOKENS = 2, 6
-# What holds where an engine with this variable answers: without it, it raises.
-CHECKS = {
-    "a proposal replayed as a CUDA graph equals the eager one": (
-        "VLLM_HSD_CHECK_GRAPHS",
-        "1",
-    ),
-    "no step waits for the device": ("VLLM_GPU_SYNC_CHECK", "error"),
-}
+# What holds where such an engine answers: otherwise it raises.
+NO_WAITS = "no step waits for the device"
+GRAPHS = "a proposal replayed as a CUDA graph equals the eager one"
 
 
 def configurations(family: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -108,27 +103,33 @@ def run(setting: Setting, family: dict[str, str] = engines.TINY) -> Finding:
             pytest.fail(f"A drafter equal to the target: only {rate:.4f} accepted.")
         drafted = equal["drafted"]
         lines.append(f"A drafter equal to the target, no seeds: {rate:.4f} of {drafted} accepted.")
-    for claim, variable in {} if setting.toy else CHECKS.items():
+    for claim in () if setting.toy else (GRAPHS, NO_WAITS):
         arguments = plain_args | configurations(family)["cascade"]
-        check = partial(_check, setting, arguments, asked, *variable)
-        if setting.part(variable[0], check) is None:
+        if setting.part(claim, partial(_check, setting, arguments, asked, claim)) is None:
             waiting.append(claim)
         else:
-            lines.append(f"The cascade's engine with {'='.join(variable)}: {claim}.")
+            lines.append(f"The cascade's engine, checked: {claim}.")
     return Finding(lines, left_out=left_out, waiting=waiting)
 
 
 def _check(
-    setting: Setting, arguments: dict[str, Any], asked: list[str], name: str, value: str
+    setting: Setting, arguments: dict[str, Any], asked: list[str], claim: str
 ) -> dict[str, Any]:
     params = {"temperature": 0.8, "max_tokens": 16, "ignore_eos": True}
-    label = f"text {name}"
-    with engines.engine(setting, label, arguments, environment={name: value}) as process:
+    environment = {"VLLM_GPU_SYNC_CHECK": "error"} if claim == NO_WAITS else {}
+    label = f"text, {claim}"
+    with engines.engine(setting, label, arguments, environment=environment) as process:
+        if claim == GRAPHS:
+            process.call(on_worker, _watch_graphs)
         try:
             process.generate(asked, params)
         except UserError as error:
-            pytest.fail(f"with {name}={value}, {error}")
+            pytest.fail(f"{claim}: {error}")
     return {}
+
+
+def _watch_graphs(worker: Any) -> None:
+    graph_checks.watch(worker.model_runner.speculator)
 
 
 class Plain(contextlib.AbstractContextManager):

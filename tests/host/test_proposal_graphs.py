@@ -14,12 +14,12 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from benchmarks.gpu.graph_checks import GraphError, watch
 from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.config.sizes import max_batch_size
 from vllm_hsd.errors import UserError
 from vllm_hsd.host import program_models
-from vllm_hsd.host.graph_checks import GraphError
 from vllm_hsd.host.graphs import ProposalGraphs, batch_sizes
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
@@ -82,7 +82,7 @@ def test_a_graph_drafts_what_the_program_drafts(captured, levels, sizes, replays
     The checks find nothing: only `stage` reads what the runner hands over.
     """
     plain, graphed = runner(levels=levels), captured(runner(levels=levels), sizes)
-    graphed.drafter.checks = True
+    watch(graphed.drafter)
     draft_alike(plain, graphed, 2)
     assert [graph.replays for graph in RecordedGraph.made] == replays
     assert graphed.drafter.state.counts.equal(plain.drafter.state.counts)
@@ -90,7 +90,7 @@ def test_a_graph_drafts_what_the_program_drafts(captured, levels, sizes, replays
 
 def test_a_graph_measures_the_confidences_that_the_program_measures(captured):
     plain, graphed = runner(adapts=True), captured(runner(adapts=True), sizes=(2, 4))
-    graphed.drafter.checks = True
+    watch(graphed.drafter)
     for _ in range(2):
         draft_alike(plain, graphed, 1)
         found = graphed.drafter.draft_token_confidence_probs
@@ -110,7 +110,7 @@ def test_every_draft_length_has_its_graphs(captured):
     """As the scheduler chooses them; a length of vLLM's warm-up takes the longest program."""
     adaptive = {"length": 4, "adaptive": True}
     plain, graphed = runner(**adaptive), captured(runner(**adaptive), sizes=(4,))
-    graphed.drafter.checks = True
+    watch(graphed.drafter)
     passes = []
     for asked in (2, 4, 2, 3):
         for served in (plain, graphed):
@@ -138,7 +138,9 @@ def test_passes_that_no_request_wants_are_skipped(checks, captured):
         TableRunner(target, other, [{"temperature": 0.0}], **options, cascade=given)
         for _ in range(2)
     )
-    captured(graphed, sizes=(2,)).drafter.checks = checks
+    captured(graphed, sizes=(2,))
+    if checks:
+        watch(graphed.drafter)
     passes, wanted = [], []
     for served in (plain, graphed):
         served.drafter.further.trials = Trials(1, steps=1)
@@ -169,7 +171,7 @@ def test_graphs_of_other_cascades(captured, name):
         return TableRunner(*tables(), PARAMS, **options)
 
     plain, graphed = runner(), captured(runner(), sizes=(4,))
-    graphed.drafter.checks = True
+    watch(graphed.drafter)
     draft_alike(plain, graphed, 3)
     if name == "entropy":
         thresholds = graphed.drafter.thresholds
@@ -196,7 +198,7 @@ def change_logits(served, change) -> None:
 def test_a_read_after_stage_is_caught(of, named):
     """Of a tensor that the runner hands over anew for each proposal."""
     served = runner()
-    served.drafter.checks = True
+    watch(served.drafter)
     change_logits(served, lambda logits: logits + 0 * of(served))
     with pytest.raises(GraphError, match=f"reads {named} of the runner"):
         served.step()
@@ -205,7 +207,7 @@ def test_a_read_after_stage_is_caught(of, named):
 def test_a_kernel_that_reads_after_stage_is_caught():
     """Launches pass torch's dispatcher by."""
     served = runner()
-    served.drafter.checks = True
+    watch(served.drafter)
     state = served.drafter.state
     bucket = state.bucket
 
@@ -222,7 +224,7 @@ def test_a_kernel_that_reads_after_stage_is_caught():
 def test_a_graph_with_an_old_address_is_caught(captured):
     """A table moves after the capture: the program follows it, the graph does not."""
     served = captured(runner([{"temperature": 0.0}] * 3), sizes=(4,))
-    served.drafter.checks = True
+    watch(served.drafter)
     served.drafter.program.levels[1].runs.logits = -served.target
     with pytest.raises(GraphError, match="the CUDA graph for 4 requests drafts"):
         served.step()

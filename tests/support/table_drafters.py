@@ -107,7 +107,7 @@ class TableCascade(CascadeSpeculator):
         self.schedule = schedule_of(self.hsd)
         self.scales = torch.tensor([options.temperature_scale for options in self.hsd.options()])
         self.req_states, self.hosted, self.draft_logits = req_states, [], None
-        self.graphs, self.branches, self.checks = None, None, False
+        self.graphs = self.branches = None
         self.asked: int | None = None  # by vLLM's scheduler, None for the configured number
         self.temperature = torch.zeros(req_states.max_num_reqs)
         self.seeds = self.idx_mapping = torch.zeros(req_states.max_num_reqs, dtype=torch.int64)

@@ -118,7 +118,7 @@ class SourcesLookup:
         self.lanes = {"N": length, "LANES": padded_size(length)}
 
     def forget(self, slots: torch.Tensor) -> None:
-        """Know nothing of these requests: int64 [n]."""
+        """Forget these requests: int64 [n]."""
         # An assigned number would be copied to the device, which waits for it.
         self.own.index_fill_(2, slots, 0.0)
         self.counts.index_fill_(1, slots, 0)

@@ -45,7 +45,7 @@ class DeviceThresholds:
         self.drafter = [torch.zeros_like(lse, dtype=torch.int32) for lse in state.lse]
 
     def forget(self, slots: torch.Tensor) -> None:
-        """Know nothing of these requests: int64 [n]."""
+        """Forget these requests: int64 [n]."""
         self.total.index_fill_(1, slots, 0.0)
         self.count.index_fill_(1, slots, 0)
 

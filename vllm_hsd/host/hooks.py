@@ -28,7 +28,6 @@ _MODULES = (
     "stock_drafters",
     "program_models",
     "graphs",
-    "graph_checks",
     "speculator",
 )
 

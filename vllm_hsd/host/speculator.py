@@ -29,7 +29,6 @@ from vllm_hsd.config.sizes import (
     schedule_of,
     shortest_of,
 )
-from vllm_hsd.host import graph_checks
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.graphs import Proposal, ProposalGraphs, batch_sizes, why_eager
 
@@ -53,7 +52,6 @@ class CascadeSpeculator(BaseSpeculator):
         super().__init__(vllm_config, device)
         self.stale = np.zeros(self.max_num_reqs, dtype=bool)
         self.graphs: ProposalGraphs | None = None
-        self.checks = graph_checks.enabled()
         self.shorter = self._shorter_states()
         self.several = self._several_drafts()
 
@@ -213,7 +211,7 @@ class CascadeSpeculator(BaseSpeculator):
             # Where no length is learned, vLLM asks for no drafts in the last step of all requests.
             drafts_later = fits and self.hsd.adaptive and not stale.all()
             reads = input_batch.has_prefill or (drafts_later and self.keeps_caches)
-            alone = reads and not (input_batch.has_prefill or self.checks or stale.any())
+            alone = reads and not (input_batch.has_prefill or stale.any())
             if reads and not (alone and self._keep_up(input_batch, num_sampled)):
                 self._ingest(*computed)
             if self.confidence is not None:
@@ -237,54 +235,19 @@ class CascadeSpeculator(BaseSpeculator):
         self._stage(state, program.schedule, *inputs)
         if input_batch.has_prefill:
             self._ingest(*computed)
-        if size is not None:
-            for level in self.hosted:
-                if level is not None:
-                    level.prepare_replay()
         if self.confidence is not None:
             self.confidence.begin(index.long(), self.parameters.temperature * self.scales[-1])
-        if self.checks:
-            foreign = {"the batch": input_batch, "the table of requests": self.req_states}
-            foreign |= {"num_sampled": num_sampled, **self.parameters.tensors()}
-            self._run_checked(state, proposal, foreign, inputs)
-        elif size is None or self.graphs is None:
-            program.run(state)
-        else:
-            self.graphs.replay(size, proposal)
+        self._run(state, proposal, size)
         if self.confidence is not None:
             self.confidence.publish(self.draft_token_confidence_probs, index.long(), self.drawn)
         return self._hand_over(state, slots)
 
-    def _run_checked(
-        self, state: ProposalState, proposal: Proposal, foreign: dict[str, Any], inputs: tuple
-    ) -> None:
-        """Draft without a graph, on nothing that the runner hands over; then with the graph.
-
-        Raises:
-            GraphError: one of the two drafts something else, or cannot be captured.
-        """
-        program, changed, real = self.programs[proposal], [state.counts], len(inputs[0])
-        if self.thresholds is not None:
-            changed += [self.thresholds.total, self.thresholds.count]
-        if isinstance(self.lookup, SourcesLookup):
-            changed += [each for each in vars(self.lookup).values() if torch.is_tensor(each)]
-        before = [tensor.clone() for tensor in changed]
-        # Lookups search the text in place: its memory does not move.
-        with graph_checks.no_foreign_reads(foreign, but=self.req_states.all_token_ids.gpu):
-            program.run(state)
-        if self.graphs is None or self.graphs.size_for(state.batch, proposal) != state.batch:
-            return
-        drafted = state.draft_tokens[:real].clone()
-        self._stage(state, program.schedule, *inputs)
-        for tensor, was in zip(changed, before, strict=True):
-            tensor.copy_(was)
-        self.graphs.replay(state.batch, proposal)
-        replayed = state.draft_tokens[:real]
-        if not drafted.equal(replayed):
-            raise graph_checks.GraphError(
-                f"the CUDA graph for {state.batch} requests drafts {replayed.tolist()}, the same "
-                f"proposal without a graph {drafted.tolist()}."
-            )
+    def _run(self, state: ProposalState, proposal: Proposal, size: int | None) -> None:
+        """Draft, in a CUDA graph where there is one of this size."""
+        if size is None:
+            self.programs[proposal].run(state)
+        else:
+            self._replay(size, proposal)
 
 
 def _warms_up(input_batch: Any) -> bool:

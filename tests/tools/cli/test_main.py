@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -31,6 +33,15 @@ def doctor_here(runs: dict[str, tuple[tuple[str, ...], dict[str, str]]]) -> dict
         # Once in a process is enough.
         doctor._bfloat16_status = lambda: 0
     return found
+
+
+def test_a_library_that_is_missing_is_named():
+    program = "import sys; sys.modules['scipy'] = None; from vllm_hsd.tools import command; "
+    done = subprocess.run(
+        [sys.executable, "-c", program + "sys.exit(command.main())"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("vllm-hsd: scipy") and "[tools]" in done.stderr
 
 
 @pytest.fixture(scope="module")

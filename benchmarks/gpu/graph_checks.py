@@ -7,8 +7,8 @@ proposal needs, and what runs after it uses memory that never moves.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +17,10 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-# Set to 1: every proposal runs without its graph first, where no operation may use a tensor that
-# the runner handed over; then its graph must draft the same tokens. Slow; for the search of faults.
-VARIABLE = "VLLM_HSD_CHECK_GRAPHS"
-
-
-def enabled() -> bool:
-    """Whether the user asks for the checks."""
-    return os.environ.get(VARIABLE) == "1"
+from vllm_hsd.budget.source_choice import SourcesLookup
+from vllm_hsd.cascade.proposal_state import ProposalState
+from vllm_hsd.host.graphs import Proposal
+from vllm_hsd.host.speculator import CascadeSpeculator
 
 
 class GraphError(RuntimeError):
@@ -50,6 +46,68 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.check(str(func), (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+def watch(speculator: CascadeSpeculator) -> None:
+    """From now on every proposal runs without its graph first, where no operation may use a tensor
+    that the runner hands over; then its graph must draft the same tokens. Slow.
+
+    Proposals raise GraphError where that does not hold.
+    """
+    propose, stage = speculator.propose, speculator._stage
+    handed_over: dict[str, Any] = {}
+
+    def proposed(input_batch: Any, *args: Any, **keys: Any) -> Any:
+        handed_over["the batch"] = input_batch
+        return propose(input_batch, *args, **keys)
+
+    def staged(state: ProposalState, schedule: Any, *inputs: Any) -> Any:
+        handed_over["inputs"] = inputs
+        return stage(state, schedule, *inputs)
+
+    replaced = {
+        "propose": proposed,
+        "_stage": staged,
+        "_run": partial(_run_checked, speculator, handed_over),
+        # Steps without drafts are read as where no graph is.
+        "_keep_up": lambda *_: False,
+    }
+    vars(speculator).update(replaced)
+
+
+def _run_checked(
+    speculator: CascadeSpeculator,
+    handed_over: dict[str, Any],
+    state: ProposalState,
+    proposal: Proposal,
+    size: int | None,
+) -> None:
+    """Draft without a graph, on nothing that the runner hands over; then with the graph."""
+    inputs, program = handed_over["inputs"], speculator.programs[proposal]
+    foreign = {"the batch": handed_over["the batch"], "num_sampled": inputs[1]}
+    foreign |= {"the table of requests": speculator.req_states, **speculator.parameters.tensors()}
+    changed, real = [state.counts], len(inputs[0])
+    if speculator.thresholds is not None:
+        changed += [speculator.thresholds.total, speculator.thresholds.count]
+    if isinstance(speculator.lookup, SourcesLookup):
+        changed += [each for each in vars(speculator.lookup).values() if torch.is_tensor(each)]
+    before = [tensor.clone() for tensor in changed]
+    # Lookups search the text in place: its memory does not move.
+    with no_foreign_reads(foreign, but=speculator.req_states.all_token_ids.gpu):
+        program.run(state)
+    if size is None:
+        return
+    drafted = state.draft_tokens[:real].clone()
+    speculator._stage(state, program.schedule, *inputs)
+    for tensor, was in zip(changed, before, strict=True):
+        tensor.copy_(was)
+    speculator._replay(size, proposal)
+    replayed = state.draft_tokens[:real]
+    if not drafted.equal(replayed):
+        raise GraphError(
+            f"the CUDA graph for {size} requests drafts {replayed.tolist()}, the same proposal "
+            f"without a graph {drafted.tolist()}."
+        )
 
 
 @contextlib.contextmanager
