@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from scipy.stats import spearmanr
 
@@ -304,10 +305,14 @@ def main() -> None:
     else:
         # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
         texts, _ = REAL if arguments.family else TINY
-        acceptances = {
-            kind: measure_acceptance(models, [contexts[i] for i in indices] * texts, task)
-            for kind, indices in kinds.items()
-        }
+        # No engine runs yet.
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        acceptances = {}
+        for kind, indices in kinds.items():
+            # As many contexts of own texts for each prompt of a kind as for each of all.
+            share = replace(task, contexts=task.contexts * len(indices) // len(contexts))
+            repeated = [contexts[i] for i in indices] * texts
+            acceptances[kind] = measure_acceptance(models, repeated, share)
         # The engines take as much memory.
         del models
         profiles = measured_profiles(paths, acceptances, timing)
