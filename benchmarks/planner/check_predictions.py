@@ -305,6 +305,7 @@ def main() -> None:
     else:
         # Several texts of every prompt, many contexts: cheap on the tiny models, and less noise.
         texts, _ = REAL if arguments.family else TINY
+        threads = torch.get_num_threads()
         # No engine runs yet.
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         acceptances = {}
@@ -313,6 +314,7 @@ def main() -> None:
             share = replace(task, contexts=task.contexts * len(indices) // len(contexts))
             repeated = [contexts[i] for i in indices] * texts
             acceptances[kind] = measure_acceptance(models, repeated, share)
+        torch.set_num_threads(threads)
         # The engines take as much memory.
         del models
         profiles = measured_profiles(paths, acceptances, timing)
