@@ -7,12 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 from engines.test_branches import texts
 from engines.test_drawn_branches import BASE, PLAIN
 from support import drawn_branches, engines, hosted_branches, recorded_graph
 from support.engines import ids
 from support.hosted_branches import Oracle, runner_of
+
+from vllm_hsd.host.branches import HostedBranches
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
 
@@ -107,6 +111,21 @@ def test_replayed_steps_give_the_text_of_no_speculation(family, greedy_tokens):
     assert min(replays.values()), replays
     for name, result in without.items():
         assert ids(result["two"]) != [tokens[:4] for tokens in greedy_tokens[2:]], name
+
+
+def test_prompts_as_long_as_rows_are_read_whole():
+    """A row of an image's prompt would not see what of the image goes on in the next."""
+    rows = {"length_of": lambda batch: 3, "largest": 4, "length": 3, "most": 2}
+    hosted = SimpleNamespace(runner=SimpleNamespace(max_num_reqs=8), **rows)
+    batch = SimpleNamespace(
+        num_scheduled_tokens=np.array([8]),
+        num_draft_tokens_per_req=None,
+        num_reqs=1,
+        num_reqs_after_padding=1,
+        decode_graph_eligible=False,
+    )
+    tables = (torch.zeros(1),)
+    assert HostedBranches.prepare(hosted, batch, tables, ()) is tables
 
 
 def in_graphs_of_drawn_drafts(llm, jobs: dict):

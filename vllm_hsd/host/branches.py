@@ -222,6 +222,8 @@ class HostedBranches:
         room, of_all = self.runner.max_num_reqs, self.length_of(batch)
         # Such a batch may replay a CUDA graph, in which all requests have as many rows.
         uniform = of_all is not None and batch.num_reqs_after_padding <= self.largest
+        # Prompts never do, and a row of one would not see an image that goes on in the next.
+        uniform &= batch.decode_graph_eligible
         length = self.length if of_all is None or not uniform else of_all
         several, width = np.zeros(batch.num_reqs, dtype=bool), length + 1
         if drafts is not None and length == self.length:
