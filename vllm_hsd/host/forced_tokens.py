@@ -55,6 +55,8 @@ def forced_tokens(grammar: Any, manager: Any, stops: Set[int], most: int) -> lis
         if token is None or not grammar.accept_tokens(FORCED, [token]):
             break
         tokens.append(token)
+    if not tokens:
+        return []
     grammar.rollback(len(tokens))
     # A grammar allows every way to write a text, and the target has one that it prefers.
     text = _text(tokenizer, tokens)
@@ -145,7 +147,7 @@ def _forced(scheduler: Any, request: Any, longest: int) -> list[int]:
     left = request.max_tokens - request.num_output_tokens - 1
     room = max(min(longest, keys.get(NUM_TOKENS, longest), left), 0)
     stops = request.sampling_params.all_stop_token_ids | {manager.tokenizer.eos_token_id}
-    tokens = forced_tokens(grammar, manager, stops, room)
+    tokens = forced_tokens(grammar, manager, stops, room) if room else []
     return grammar.validate_tokens(tokens) if tokens else []
 
 
