@@ -214,7 +214,7 @@ class Generator:
         loop.stored.add(value)
         array = loop.keep.get(value)
         if array is None:
-            array = loop.keep[value] = self.new_array(value.type, f"a_{value.name}")
+            array = loop.keep[value] = self.new_array(value.type)
         loop.body.append(f"{array}[{linear(value.type.shape, loop.index).c()}] = {e};")
 
     def compute(self, loop: Loop, value: Value, idx: Indices) -> str:
@@ -256,9 +256,11 @@ class Generator:
             loop.pre[loop.rank - 1].append(f"int {lanes} = {count};")
         if setup:
             setup(loop)
+        filled = []
         if mask is None:
             write(loop, loop.index)
             loop.end_part("0", end)
+            filled.append(loop.stored)
         else:
             value, idx = mask
             for given, start, stop in (("1", "0", lanes), ("0", lanes, end)):
@@ -269,12 +271,15 @@ class Generator:
                     break
                 write(loop, loop.index)
                 loop.end_part(start, stop)
+                filled.append(loop.stored)
         if finish:
             finish(loop)
         lines = loop.render(pragma)
         self.emit(*(["{", *lines, "}"] if loop.rank or len(lines) > 1 else lines))
-        self.arrays.update(loop.keep)
-        for value in (*loop.keep, *loop.consumed):
+        # An array that one part of the loop has not filled is not used.
+        whole = {v: array for v, array in loop.keep.items() if all(v in each for each in filled)}
+        self.arrays.update(whole)
+        for value in (*whole, *loop.consumed):
             self.pending.pop(value, None)
 
     def _splitting_mask(self, shape, write) -> tuple[Value, Indices] | None:

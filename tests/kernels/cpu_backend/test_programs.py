@@ -130,6 +130,27 @@ def test_arrays_that_a_masked_store_fills_are_whole():
 
 
 @triton.jit
+def partly_used_kernel(index_ptr, x_ptr, out_ptr, sum_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    index = tl.load(index_ptr + i)
+    other = tl.load(x_ptr + BLOCK + i)
+    x = tl.load(x_ptr + index, mask=i < n, other=other)
+    tl.store(sum_ptr, tl.sum(x, axis=0))
+    tl.store(out_ptr + i, index)
+    tl.store(out_ptr + BLOCK + i, other)
+
+
+def test_what_a_masked_load_takes_of_some_lanes_is_whole_afterwards():
+    """An address of lanes that are read, and what stands for those that are not."""
+    n, block = 5, 16
+    index, x = torch.arange(block).flip(0).int(), torch.arange(2.0 * block)
+    out, total = torch.full((2 * block,), -7.0), torch.zeros(1)
+    partly_used_kernel[(1,)](index, x, out, total, n, BLOCK=block)
+    assert out.equal(torch.cat([index.float(), x[block:]]))
+    assert total.item() == x[index[:n].long()].sum() + x[block + n :].sum()
+
+
+@triton.jit
 def large_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i)
