@@ -7,6 +7,7 @@ from support.cascades import cascade
 from support.engines import forked, started
 from support.marks import slow
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.tools.audit import sampled, self_test
 from vllm_hsd.tools.audit.drafters import OFFERS
 from vllm_hsd.tools.audit.mutants import MUTANTS
@@ -180,3 +181,16 @@ def test_a_sampler_that_accepts_too_much_does_not_pass(text_family, verify, serv
     assert found["enough_drafted"] == (status == 1)
     expected = "leans to mid" if status == 1 else "NOT ENOUGH WAS DRAFTED"
     assert expected in found["verdict"] and "PASSED" not in found["verdict"]
+
+
+def test_settings_that_16_bits_round_too_coarsely_for_are_refused():
+    fine = [Setting(0.1), Setting(1.0, {"top_p": 0.8, "top_k": 3})]
+    for dtype in ("bfloat16", "float16"):
+        sampled.refuse_coarse(dtype, fine)
+        for setting, named in (
+            (Setting(0.09), "temperature 0.09"),
+            (Setting(1.0, {"top_p": 0.79}), "top_p 0.79"),
+        ):
+            sampled.refuse_coarse("float32", [setting])
+            with pytest.raises(UserError, match=f"{dtype} rounds .* {named}: give --dtype float32"):
+                sampled.refuse_coarse(dtype, [*fine, setting])

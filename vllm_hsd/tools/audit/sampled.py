@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_hsd.errors import UserError
 from vllm_hsd.tools.audit import directions
 from vllm_hsd.tools.audit.lean import lean_checks
 from vllm_hsd.tools.audit.quantiles import FIGURES, TAIL, randomized
@@ -38,6 +39,9 @@ ENDS, _NEVER = "ends as without speculation", 1e-9
 # Share of tokens that rounding may move across the border of top-k or top-p, at most.
 _ACROSS_BORDER = {"float32": 1e-5}
 _ACROSS_BORDER_16_BIT = 1e-2
+# Below these it moves more than the checks allow for in 16 bits (logits whose rounding has a
+# standard deviation of .12, as of SmolLM2).
+_LEAST_16_BIT = {"temperature": 0.1, "top_p": 0.8}
 
 Progress = Callable[[str], object]
 
@@ -326,6 +330,18 @@ def scored(
         progress(f"scored {done} of {texts.num_tokens} tokens without speculation")
     texts.end_as(list(map(len, ranges)), finishes)
     return ranges
+
+
+def refuse_coarse(dtype: str, settings: Sequence[Setting]) -> None:
+    """Raise UserError for settings at which rounding alone would fail the checks."""
+    for setting in () if dtype in _ACROSS_BORDER else settings:
+        given = {"temperature": setting.temperature, **setting.others}
+        for name, least in _LEAST_16_BIT.items():
+            if given.get(name, 1.0) < least:
+                raise UserError(
+                    f"{dtype} rounds too coarsely to judge {name} {given[name]:g}: give --dtype "
+                    f"float32, or {least:g} or more."
+                )
 
 
 def checks(texts: Texts, ranges: Sequence[np.ndarray], dtype: str, seed: int) -> list[Check]:

@@ -271,6 +271,7 @@ def run(verification: Verification) -> Outcome:
     steady_tokens, other_tokens = shares(names, verification.num_tokens, len(settings))
     if dtype not in LARGEST_GAP:
         raise UserError(f"--dtype {dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
+    sampled.refuse_coarse(dtype, settings)
     results, seconds = Results(comparison), dict[str, float]()
     count = min(len(prompts), BATCH_SIZE)
     jobs = [Job(i, 0, BATCH_SIZE, 0.0, 0, tuple(range(count))) for i in (0, 1)]

@@ -13,6 +13,7 @@ from vllm_hsd.checked_files import write_json
 from vllm_hsd.errors import UserError, brief
 from vllm_hsd.tools.audit.canary import Canary
 from vllm_hsd.tools.audit.other_servers import connect
+from vllm_hsd.tools.audit.sampled import Setting, refuse_coarse
 from vllm_hsd.tools.audit.servers import TOP_K
 from vllm_hsd.tools.audit.statistics import ERROR_PROBABILITY
 from vllm_hsd.tools.cli import bench
@@ -42,6 +43,7 @@ def command(arguments: argparse.Namespace) -> int:
     refuse_sampling(comparison.sampling)
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
     dtype = arguments.dtype if arguments.dtype in LARGEST_GAP else "bfloat16"
+    refuse_coarse(dtype, [Setting(temperature) for temperature in temperatures])
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
