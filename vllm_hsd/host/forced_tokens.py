@@ -49,7 +49,7 @@ def forced_tokens(grammar: Any, manager: Any, stops: Set[int], most: int) -> lis
         return []
     tokenizer, mask = manager.tokenizer, manager.backend.allocate_token_bitmask(1)
     tokens: list[int] = []
-    while len(tokens) < _CHARACTERS * most:
+    while len(tokens) < _CHARACTERS * most and not grammar.is_terminated():
         grammar.fill_bitmask(mask.fill_(-1), 0)
         token = _beginning(_allowed(mask[0].numpy()), tokenizer, stops)
         if token is None or not grammar.accept_tokens(FORCED, [token]):
@@ -82,8 +82,10 @@ def _beginning(allowed: list[int], tokenizer: Any, stops: Set[int]) -> int | Non
     return allowed[pieces.index(shortest)] if alike else None
 
 
-def _bytes(piece: str) -> bytes:
-    """Of a token, as SentencePiece writes it; of byte-level BPE, of which each stands for one."""
+def _bytes(piece: str | bytes) -> bytes:
+    """Of a token, as SentencePiece or tiktoken write it, or by characters that stand for bytes."""
+    if isinstance(piece, bytes):
+        return piece
     if byte := _BYTE.fullmatch(piece):
         return bytes.fromhex(byte[1])
     return piece.replace("\u2581", " ").encode()
