@@ -145,6 +145,28 @@ def test_what_a_connector_has_loaded_is_read_anew():
     assert not caches_of([16, 16], [4, 4], connector=object()).computed.any()
 
 
+def test_a_long_text_is_read_in_parts():
+    """All requests wait for a step."""
+    caches = caches_of([0, 0], [8, 8], table=torch.arange(64).view(2, 32) + 1, filled=False)
+    caches._compute, ends = mock.Mock(), np.array([500, 30])
+    parts = [caches.read(0, np.arange(2), ends) for _ in range(6)]
+    assert parts == [120, 120, 120, 120, 50, 0]
+    assert caches.computed.tolist() == [ends.tolist()]
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_request_whose_text_is_read_in_parts_drafts_later(kernels):
+    engine = Engine((2, 6), host=True, seed=2, greedy=True)
+    limited = engine.program.caches.speculator
+    with nullcontext(cascade_steps) if kernels else reference_steps(engine) as steps:
+        # Each level reads the prompt of one request, as the others wait.
+        limited.max_num_tokens = PROMPT - 1
+        parts = [engine.propose(steps) for _ in range(3)]
+        assert [[bool(draft) for draft in part].count(True) for part in parts] == [1, 2, 3]
+        assert parts[2] == engine.host_drafts()
+        assert all(not draft or draft in parts[2] for part in parts for draft in part)
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 2, 0]])
 @pytest.mark.parametrize(("connector", "read"), [(None, 40 + 8 + 8), (object(), 3 * 40)])
 def test_a_prefix_that_requests_share_is_read_once(connector, read, order):
@@ -174,7 +196,7 @@ def caches_of(
     """After a step of new requests, of a level that had filled all blocks or none."""
     tables = SimpleNamespace(block_sizes=[16], block_tables=[SimpleNamespace(gpu=table)])
     config = SimpleNamespace(kv_transfer_config=connector)
-    speculator = SimpleNamespace(block_tables=tables, vllm_config=config, max_num_tokens=64)
+    speculator = SimpleNamespace(block_tables=tables, vllm_config=config, max_num_tokens=120)
     caches = LevelCaches(speculator, [object()], len(table))
     caches.blocks.filled = np.full((1, int(table.max()) + 1), filled)
     batch = SimpleNamespace(

@@ -343,7 +343,7 @@ class TableCaches(LevelCaches):
         self.computed = np.zeros((len(self.levels), MAX_NUM_REQS), dtype=np.int64)
         self.marked, self.hits = np.zeros_like(self.computed), np.zeros(MAX_NUM_REQS, np.int64)
         self.blocks = FilledBlocks(len(self.levels), BLOCK_SIZE)
-        self.speculator, self.loads = SimpleNamespace(max_num_tokens=7), False
+        self.speculator, self.loads = SimpleNamespace(max_num_tokens=64), False
 
     def _table(self) -> np.ndarray:
         return self.engine.blocks[0].numpy()

@@ -155,9 +155,13 @@ class HostProgram(Program):
         np.minimum(requested[-1], longest, out=requested[-1])
         if most is not None and levels:
             requested[-1][self.drafts] = np.minimum(requested[-1][self.drafts], most)
+        self._ask_all(state)
+
+    def _ask_all(self, state: ProposalState) -> None:
+        """Request drafts of all levels, for what the top one is to have."""
         self._ask_below(state, self.schedule.num_levels - 1, again=not self.drafted_ahead)
         if self.drafted_ahead:
-            kept = np.minimum(state.drafted.numpy()[0], requested[0])
+            kept = np.minimum(state.drafted.numpy()[0], state.requested.numpy()[0])
             state.drafted.numpy()[0] = kept
             state.end.numpy()[:] = state.start.numpy()[0] + kept
 
@@ -175,17 +179,25 @@ class HostProgram(Program):
                 start[k], drafted[k] = state.end.numpy(), 0
 
     def _catch_up(self, state: ProposalState) -> None:
-        """Let the levels that will draft read what they have missed, but for the last token."""
+        """Let the levels that will draft read what they have missed, but for the last token.
+
+        Requests of which they have not read all draft later.
+        """
         drafts = self.drafts & (state.requested[-1].numpy() > 0)
+        behind = np.zeros_like(drafts)
         for k in self.selection.levels:
             if k or self._reads_all():
-                self._read(k, drafts)
+                behind |= self._read(k, drafts)
+        if behind.any():
+            state.requested[-1].numpy()[behind] = 0
+            self._ask_all(state)
 
     def _reads_all(self) -> bool:
         """Whether level 0 reads every text of a proposal, not only those that it drafts for."""
         return not self.lazy and (self.sources is None or self.sources.drafter_selected())
 
-    def _read(self, level: int, drafts: np.ndarray) -> None:
+    def _read(self, level: int, drafts: np.ndarray) -> np.ndarray:
+        """Let a level read texts; bool [B], those of which more is left than a pass may feed."""
         ends, computed = self._text_ends(), self.caches.computed[level]
         if self.caches.levels[level] is None:
             computed[self.slots[drafts]] = ends[drafts] - 1
@@ -195,7 +207,7 @@ class HostProgram(Program):
                 rows = np.flatnonzero(drafts & (head.unread.count[self.slots] > 0))
                 head.read(self.slots[rows], rows)
                 self.counts.add_time(level, clock.seconds() - began, passes=int(len(rows) > 0))
-            return
+            return np.zeros_like(drafts)
         replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
         allowed = uncached_bound(level, self.schedule.num_levels, replaced)
         allowed += self.schedule.horizontal_tokens
@@ -206,6 +218,8 @@ class HostProgram(Program):
             self.counts.add_time(level, clock.seconds() - began, passes=int(read > 0))
             if self.budget is not None:
                 self.budget.timed(level, read, clock.seconds() - began)
+        behind: np.ndarray = drafts & (ends - computed[self.slots] > allowed)
+        return behind
 
     def missed(self, level: int) -> np.ndarray:
         """[n] tokens that a level would have to read before it drafts for these requests."""
@@ -254,7 +268,7 @@ class HostProgram(Program):
             self.counts.add_time(0, clock.seconds() - began)
             open_ = self._wants_model(state) & self._wants(state, 0)
             if self.lazy:
-                self._read(0, open_)
+                open_ &= ~self._read(0, open_)
         step, first = 0, self.draws[0]
         self.draws[0] += int(state.requested[0].max())
         # Next to lookups, below another level, a first pass reads what that one has added.

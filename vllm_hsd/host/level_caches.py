@@ -72,7 +72,9 @@ class LevelCaches:
         self.marked[:, slots] = computed
 
     def read(self, level: int, slots: np.ndarray, ends: np.ndarray) -> int:
-        """Let a level compute the texts up to ends[i] tokens: [n] int64 each.
+        """Let a level compute the texts up to ends[i] tokens, [n] int64 each, or a part of them.
+
+        In one step no more than vLLM's largest one has, or two: all requests wait for it.
 
         Returns:
             tokens that it has computed.
@@ -88,7 +90,7 @@ class LevelCaches:
                 reads = reads[np.argsort(self.hits[slots[reads]], kind="stable")]
                 going_on = table[reads, begins[reads] // self.blocks.block_size]
                 reads = reads[np.unique(going_on, return_index=True)[1]]
-            if not len(reads):
+            if not len(reads) or total >= most:
                 return total
             counts = np.cumsum(ends[reads] - begins[reads])
             counts = np.diff(np.minimum(counts, most), prepend=0)
