@@ -21,7 +21,7 @@ from benchmarks.common import RESULTS
 from benchmarks.models.qwen_coder import check_memory, qwen_coder
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import demo
-from benchmarks.studies.configs import fixed, planned
+from benchmarks.studies.configs import fixed, planned, vllms_own
 from vllm_hsd.tools.cli import main as cli
 from vllm_hsd.tools.dtype import choose_dtype
 
@@ -31,9 +31,10 @@ PROMPTS = Path(__file__).parent / "family_prompts.jsonl"
 # The last prompts of each kind; the demo begins with the first ones.
 PLANNED_ON = 2
 SUFFIX: dict[str, Any] = {"suffix": {}}
-# Of three targets and two drafters at once, one pair twice while it loads; vLLM's own comes on top.
-MEMORY = {"bfloat16": 21 << 30, "float16": 21 << 30, "float32": 42 << 30}
-MORE_MEMORY = {"bfloat16": 8 << 30, "float16": 8 << 30, "float32": 16 << 30}
+# Of three targets and two drafters at once, one pair twice while it loads, in 16 bits; float32 takes
+# twice as much. vLLM's own methods come on top, a target each.
+MEMORY = 21 << 30
+OWN_MEMORY = {"vLLM's ngram": 6 << 30, "vLLM's draft_model (0.5B)": 8 << 30}
 
 
 class LoadedEngines(SharedEngines):
@@ -42,21 +43,29 @@ class LoadedEngines(SharedEngines):
     measures_memory = False
 
 
+def scale(dtype: str) -> int:
+    """Memory over that of 16 bits."""
+    return 2 if dtype == "float32" else 1
+
+
 def configs(dtype: str) -> dict[str, dict[str, Any]]:
     """By the names of the tables; one engine serves all of fixed lengths."""
     small = {"model": os.path.relpath(qwen_coder("0.5B"))}
     below = {**SUFFIX, "num_tokens": 8}
-    own = {"method": "draft_model", "num_speculative_tokens": 3, **small}
+    draft_model = {"method": "draft_model", "num_speculative_tokens": 3, **small}
+    own = dict(zip(OWN_MEMORY, (vllms_own()["vLLM's ngram"], draft_model), strict=True))
     # Where time is short the last ones are left out.
     found = {
         "suffix < 0.5B": fixed(below, small, length=8),
         "suffix < 0.5B, adaptive": fixed(below, small, length=8, adaptive=True),
     }
-    needed = MEMORY[dtype] + MORE_MEMORY[dtype]
-    if psutil.virtual_memory().available >= needed:
-        found["vLLM's draft_model (0.5B)"] = own
-    else:
-        print(f"vLLM's draft_model is left out: it takes {needed >> 30} GiB of memory in all.")
+    left = psutil.virtual_memory().available - MEMORY * scale(dtype)
+    for name, memory in OWN_MEMORY.items():
+        more = memory * scale(dtype)
+        if left >= more:
+            found[name], left = own[name], left - more
+        else:
+            print(f"{name} is left out: it takes {more >> 30} GiB more than the other engines.")
     found |= {"suffix": fixed(SUFFIX, length=8), "0.5B": fixed(small, length=3)}
     if CASCADE.exists():
         # Where the paths are those of the other configurations, one engine serves both.
@@ -96,7 +105,7 @@ def main() -> int:
             chosen.dtype = choose_dtype(chosen.model).dtype
         if chosen.plan:
             return plan(chosen.model, chosen.dtype)
-        check_memory(MEMORY[chosen.dtype], "This demo")
+        check_memory(MEMORY * scale(chosen.dtype), "This demo")
     except MemoryError as error:
         sys.exit(str(error))
     memory = {"kv_cache_memory_bytes": 1 << 28, "max_model_len": 4096}
