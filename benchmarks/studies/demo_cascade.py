@@ -31,8 +31,8 @@ PROMPTS = Path(__file__).parent / "family_prompts.jsonl"
 # The last prompts of each kind; the demo begins with the first ones.
 PLANNED_ON = 2
 SUFFIX: dict[str, Any] = {"suffix": {}}
-# Of three targets and two drafters at once, one pair twice while it loads, in 16 bits; float32 takes
-# twice as much. vLLM's own methods come on top, a target each.
+# In 16 bits, of three targets and two drafters at once, one pair twice while it loads; float32
+# takes twice as much. vLLM's own methods come on top, a target each.
 MEMORY = 21 << 30
 OWN_MEMORY = {"vLLM's ngram": 6 << 30, "vLLM's draft_model (0.5B)": 8 << 30}
 
