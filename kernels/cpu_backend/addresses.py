@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from .elements import SIZES, int_constant
-from .index import Index, Indices, depends, through_view
+from .index import Index, Indices, depends, reshapes_linearly, through_view
 from .ir import Op, Value
 from .scalars import VIEWS
 
@@ -31,14 +31,14 @@ def affine(g: Generator, loop: Loop, value: Value, idx: Indices) -> Affine | Non
     op = value.op
     if op is None:
         return None
-    if op.name in VIEWS:
+    if _is_view(op):
         return affine(g, loop, op.operands[0], through_view(op, idx))
     if op.name == "arith.constant":
         return f"{int_constant(op)}L", 0
     if op.name == "tt.make_range":
         i = idx[0] + Index((), int(op.attrs["start"]))
         return f"(int64_t)({i.without(loop.inner).c()})", i.coefficient(loop.inner)
-    if op.name in ("arith.extsi", "arith.extui", "arith.index_cast"):
+    if op.name in ("arith.extsi", "arith.index_cast"):
         wide = op.operands[0].type.elem != "i1"
         return affine(g, loop, op.operands[0], idx) if wide else None
     if op.name not in ("arith.addi", "arith.subi", "arith.muli"):
@@ -50,6 +50,13 @@ def affine(g: Generator, loop: Loop, value: Value, idx: Indices) -> Affine | Non
         return _product(a, b)
     sign, k = ("+", a[1] + b[1]) if op.name == "arith.addi" else ("-", a[1] - b[1])
     return f"({a[0]} {sign} {b[0]})", k
+
+
+def _is_view(op: Op) -> bool:
+    """A view whose operand has the element at an index that `through_view` gives, array or not."""
+    if op.name == "tt.reshape":
+        return reshapes_linearly(op.operands[0].type.shape, op.results[0].type.shape)
+    return op.name in VIEWS
 
 
 def _product(a: Affine, b: Affine) -> Affine | None:
@@ -72,7 +79,7 @@ def address(g: Generator, loop: Loop, pointer: Value, idx: Indices, size: int) -
     op = pointer.op
     if op is None:
         return None
-    if op.name in VIEWS:
+    if _is_view(op):
         return address(g, loop, op.operands[0], through_view(op, idx), size)
     if op.name == "tt.bitcast":
         return address(g, loop, op.operands[0], idx, size)
@@ -96,7 +103,7 @@ def prefix(g: Generator, loop: Loop, mask: Value, idx: Indices) -> str | None:
     op = mask.op
     if op is None:
         return None
-    if op.name in VIEWS:
+    if _is_view(op):
         return prefix(g, loop, op.operands[0], through_view(op, idx))
     if op.name == "arith.constant":
         return f"{count}L" if op.attrs["value"] == "true" else None

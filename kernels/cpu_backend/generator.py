@@ -95,7 +95,10 @@ class Generator:
                 self.emit(f"L_{block.label}: ;")
             self.write_block(block)
         lines = [*self.declared, *self.scopes[0], *self.lines]
-        return "\n".join([prototype(self.function, name, names=True) + " {", *lines, "}"])
+        head = prototype(self.function, name, names=True) + " {"
+        if any("tc_one" in line for line in lines):
+            lines.insert(0, "TC_ONE;")
+        return "\n".join([head, *lines, "}"])
 
     # -- operations
     def write_block(self, block: Block) -> None:
@@ -188,7 +191,7 @@ class Generator:
         key = loop.key(value, idx)
         if known := loop.fixed.get(key) or loop.memo.get(key):
             return known
-        lines = loop.lines_at(idx)
+        lines, consumed = loop.lines_at(idx), len(loop.consumed)
         in_array = value in self.arrays
         e = self.at(value, idx) if in_array else self.compute(loop, value, idx)
         if in_array or not (re.fullmatch(r"[\w.]+", e) or value.maker == "arith.constant"):
@@ -197,16 +200,18 @@ class Generator:
             e = name
         loop.memo[key] = e
         if not in_array:
-            self.used(loop, value, idx, e)
+            self.used(loop, value, idx, e, loop.consumed[consumed:])
         return e
 
-    def used(self, loop: Loop, value: Value, idx: Indices, e: str) -> None:
+    def used(self, loop: Loop, value: Value, idx: Indices, e: str, sources: list[Value]) -> None:
         """A pending value was computed in a loop: if all of it was, keep it where it is wanted."""
         if value not in self.pending:
             return
         if value not in self.plan.kept:
             loop.consumed.append(value)
-        elif value.type.shape == loop.shape and keys(idx) == keys(loop.index):
+            return
+        loop.sources[value] += sources
+        if value.type.shape == loop.shape and keys(idx) == keys(loop.index):
             self.keep(loop, value, e)
 
     def keep(self, loop: Loop, value: Value, e: str) -> None:
@@ -279,8 +284,11 @@ class Generator:
         # An array that one part of the loop has not filled is not used.
         whole = {v: array for v, array in loop.keep.items() if all(v in each for each in filled)}
         self.arrays.update(whole)
+        # What is wanted and not in its array reads its loads again.
+        again = {load for v, loads in loop.sources.items() if v not in whole for load in loads}
         for value in (*whole, *loop.consumed):
-            self.pending.pop(value, None)
+            if value not in again:
+                self.pending.pop(value, None)
 
     def _splitting_mask(self, shape, write) -> tuple[Value, Indices] | None:
         """The first mask that lets a prefix of the innermost loop through, found by a trial run.

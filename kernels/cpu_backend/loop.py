@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from .index import ZERO, Index, Indices, keys
 from .ir import Value
 
@@ -17,6 +19,7 @@ class Loop:
         keep: arrays that are filled on the way.
         stored: those that the current part of the loop has filled.
         consumed: loads that were used here.
+        sources: those of them that a value which will get an array was computed from.
         masks: (value, index) of all masks that were met.
     """
 
@@ -32,6 +35,7 @@ class Loop:
         self.keep: dict[Value, str] = {}
         self.stored: set[Value] = set()
         self.consumed: list[Value] = []
+        self.sources: dict[Value, list[Value]] = defaultdict(list)
         self.masks: list[tuple[Value, Indices]] = []
 
     @property

@@ -158,6 +158,8 @@ class _Parser:
             if arrow in types:
                 return parse_types(types.split(arrow)[-1])
         found = parse_types(types)
+        if op.name == "tt.unsplat":  # the operand's type is printed
+            return [found[0].with_sizes(None)]
         return found[:1] if op.name == "tt.addptr" else found[-1:]
 
     def op_arith_constant(self, op: Op, rest: str) -> list[Type]:

@@ -8,6 +8,10 @@
 
 #define TC static inline __attribute__((always_inline))
 
+/* A 1 that the compiler does not know. gcc 12 takes a vector of _Bool that is the index of a
+   gather for a mask of 0 and -1, through all conversions and all that they can be simplified to. */
+#define TC_ONE int32_t tc_one = 1; __asm__("" : "+r"(tc_one))
+
 TC int64_t tc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 TC int64_t tc_clamp(int64_t a, int64_t n) { return a < 0 ? 0 : a > n ? n : a; }
 

@@ -79,7 +79,9 @@ def _by_operation(g: Generator, op: Op, operation: str) -> None:
     def write(loop: Loop, idx: Indices) -> None:
         e = g.element(loop, source, idx)
         if stem not in ("max", "min"):
-            loop.body.append(f"{acc} = {acc} {_SIGNS[stem]} {e};")
+            # The sum of one bit wraps.
+            sign = "^" if elem == "i1" and stem == "add" else _SIGNS[stem]
+            loop.body.append(f"{acc} = {acc} {sign} {e};")
             return
         cast = f"({UNSIGNED[elem]})" if operation.endswith("ui") else ""
         sign = "-" if elem == "i1" and not cast else ""

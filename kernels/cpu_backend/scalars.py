@@ -122,7 +122,23 @@ def _signed(op: Op, args: list[str], elem: str) -> str:
     return rounded(elem, e)
 
 
+def _leads_to_address(value: Value) -> bool:
+    """An offset or the index of a gather is computed from elements of this tensor."""
+    seen, waiting = {value}, [value]
+    while waiting:
+        for use in waiting.pop().uses:
+            if use.name in ("tt.addptr", "tt.gather"):
+                return True
+            new = {r for r in use.results if is_elementwise(use) and r not in seen}
+            seen |= new
+            waiting += new
+    return False
+
+
 def _unsigned(op: Op, args: list[str], elem: str) -> str:
+    result, bit = op.results[0], _source(op) == "i1" and op.name == "arith.extui"
+    if bit and result.type.is_tensor and _leads_to_address(result):  # see TC_ONE in prelude.h
+        return f"(({HELD[elem]}){args[0]} & ({HELD[elem]})tc_one)"
     return rounded(elem, f"({HELD[elem]})({UNSIGNED[_source(op)]}){args[0]}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .elements import held
+from .elements import NARROW, UNSIGNED, held, rounded
 from .generator import Generator, handles
 from .index import Indices
 from .ir import Op, matched
@@ -43,8 +43,12 @@ def dot(g: Generator, op: Op) -> None:
         f"for (int k = 0; k < {k}; k++) {{",
         f"{held(result.type)} x = {x}[q*{k}+k];",
         f"for (int j = 0; j < {n}; j++) {out}[q*{n}+j] += x * {y}[(q/{m}*{k}+k)*{n}+j];",
-        "}", "}",
+        "}",
     )  # fmt: skip
+    if result.type.elem in NARROW:
+        e = rounded(result.type.elem, f"{out}[q*{n}+j]")
+        g.emit(f"for (int j = 0; j < {n}; j++) {out}[q*{n}+j] = {e};")
+    g.emit("}")
 
 
 @handles("tt.histogram")
@@ -56,8 +60,10 @@ def histogram(g: Generator, op: Op) -> None:
     g.emit(f"memset({counts}, 0, sizeof({counts}));")
 
     def write(loop: Loop, idx: Indices) -> None:
-        guard = f"if ({g.element(loop, mask[0], idx)}) " if mask else ""
-        loop.body.append(f"{guard}{counts}[{g.element(loop, source, idx)}]++;")
+        e = g.element(loop, source, idx)
+        guard = f"{g.element(loop, mask[0], idx)} && " if mask else ""
+        inside = f"({UNSIGNED[source.type.elem]}){e} < {result.type.numel}ull"
+        loop.body.append(f"if ({guard}{inside}) {counts}[{e}]++;")
 
     g.run_loop(source.type.shape, write, splits=False, pragma="GCC unroll 1")
 

@@ -201,3 +201,65 @@ def test_loaded_pointers():
     i = torch.arange(N)
     mixed = torch.where(i % 2 == 0, a[i // 2], b[i // 2])
     assert torch.equal(out, torch.stack([a + mixed, b + mixed]))
+
+
+@triton.jit
+def added(a, b):
+    return a + b
+
+
+@triton.jit
+def reread_kernel(x_ptr, y_ptr, out_ptr, sum_ptr, BLOCK: tl.constexpr):
+    i, j = tl.arange(0, BLOCK), tl.arange(0, 4)
+    x = tl.exp(tl.load(x_ptr + i))
+    table = tl.load(y_ptr + i[:, None] * 4 + j[None, :]) + x[:, None]
+    tl.store(sum_ptr + i, tl.sum(table, axis=1))
+    tl.store(x_ptr + i, i * 0.0)
+    tl.store(out_ptr + i, x)
+
+
+def test_a_load_that_another_shape_used_is_not_done_again_after_a_store():
+    x, y, out, total = torch.rand(16), torch.rand(64), torch.zeros(16), torch.zeros(16)
+    expected = torch.exp(x)
+    reread_kernel[(1,)](x, y, out, total, BLOCK=16)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(total, y.view(16, 4).sum(1) + 4 * expected)
+
+
+@triton.jit
+def index_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    i, j = tl.arange(0, BLOCK), tl.arange(0, 4)
+    at = tl.arange(0, BLOCK * 4)
+    tl.store(out_ptr + i, tl.load(x_ptr + (i >= n).to(tl.int32)))
+    offsets = tl.reshape(i[:, None] * 8 + j[None, :], [BLOCK * 4])
+    tl.store(out_ptr + BLOCK + at, tl.load(x_ptr + offsets))
+    few = tl.reshape(i[:, None] * 0 + j[None, :] < n - 3, [BLOCK * 4])
+    tl.store(out_ptr + 5 * BLOCK + at, 1, mask=few)
+    large = (i - n).to(tl.uint32).to(tl.int64) < 100
+    tl.store(out_ptr + 9 * BLOCK + i, 1, mask=large)
+
+
+def test_indices_of_bools_of_views_that_merge_axes_and_of_unsigned_numbers():
+    block, n = 16, 5
+    x, i, j = torch.arange(10, 266).int(), torch.arange(16), torch.arange(4)
+    out = torch.zeros(10 * block, dtype=torch.int32)
+    index_kernel[(1,)](x, out, n, BLOCK=block)
+    columns = (i[:, None] * 0 + j < n - 3).flatten()
+    expected = [10 + (i >= n), x[(i[:, None] * 8 + j).flatten()], columns, i >= n]
+    assert out.equal(torch.cat([each.int() for each in expected]))
+
+
+@triton.jit
+def small_kernel(x_ptr, bits_ptr, out_ptr, n, m, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out_ptr + tl.arange(0, 4), tl.histogram(tl.load(x_ptr + i), 4))
+    tl.store(out_ptr + 4, tl.reduce(tl.load(bits_ptr + i) > 0, 0, added).to(tl.int32))
+    first, second = tl.split(tl.join(n, m))
+    tl.store(out_ptr + 5, first * second)
+
+
+def test_what_a_histogram_leaves_out_sums_of_bits_and_parts_of_a_pair():
+    x = torch.tensor([0, 1, 1, 3] * 3 + [4, 9, -1, 40], dtype=torch.int32)
+    out = torch.zeros(6, dtype=torch.int32)
+    small_kernel[(1,)](x, torch.ones(16), out, 5, 7, BLOCK=16)
+    assert out.tolist() == [3, 6, 0, 3, 0, 35]
