@@ -250,6 +250,18 @@ def test_what_a_grammar_forces(backend, spec, before, expected):
     assert grammar.validate_tokens(found) == found
 
 
+def test_tokens_may_be_written_as_bytes():
+    """As tiktoken's are; a grammar may also end with a token that no one has named."""
+    written = [b"ab", b"a", b"abc", b"x"]
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda ids: [written[i] for i in ids])
+    assert forced_tokens._beginning([0, 1, 2], tokenizer, set()) == 1
+    assert forced_tokens._beginning([0, 3], tokenizer, set()) is None
+    tokenizer = tokenizer_of("bytes")
+    grammar, manager = grammar_of(XgrammarBackend, tokenizer, REGEX, "ab")
+    found = forced_tokens.forced_tokens(grammar, manager, set(), 9)
+    assert grammar.validate_tokens(found) == found and not grammar.is_terminated()
+
+
 LIMITED = SimpleNamespace(extra_args={"hsd_num_tokens": 1}, all_stop_token_ids={EOS})
 
 
