@@ -56,7 +56,7 @@ def test_a_server_needs_no_more_than_the_package_depends_on():
     ours = {*sys.stdlib_module_names, "vllm_hsd", "vllm", "triton", "pydantic_core"}
     ours |= {name.split(".")[-1] for name in modules()}
     assert used[False] - ours == declared
-    # transformers brings two, and where the third is missing a sentence asks for it.
+    # transformers brings two, and where the third is missing a sentence names it.
     brought = {"huggingface_hub", "tokenizers", "datasets"}
     assert used[True] - ours - declared - brought == tools
 

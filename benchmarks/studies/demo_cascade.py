@@ -52,18 +52,24 @@ def configs(dtype: str) -> dict[str, dict[str, Any]]:
     """By the names of the tables; one engine serves all of fixed lengths."""
     small = {"model": os.path.relpath(qwen_coder("0.5B"))}
     below = {**SUFFIX, "num_tokens": 8}
-    draft_model = {"method": "draft_model", "num_speculative_tokens": 3, **small}
-    own = dict(zip(OWN_MEMORY, (vllms_own()["vLLM's ngram"], draft_model), strict=True))
+    own = {
+        "vLLM's ngram": vllms_own()["vLLM's ngram"],
+        "vLLM's draft_model (0.5B)": {
+            "method": "draft_model",
+            "num_speculative_tokens": 3,
+            **small,
+        },
+    }
     # Where time is short the last ones are left out.
     found = {
         "suffix < 0.5B": fixed(below, small, length=8),
         "suffix < 0.5B, adaptive": fixed(below, small, length=8, adaptive=True),
     }
     left = psutil.virtual_memory().available - MEMORY * scale(dtype)
-    for name, memory in OWN_MEMORY.items():
-        more = memory * scale(dtype)
+    for name, config in own.items():
+        more = OWN_MEMORY[name] * scale(dtype)
         if left >= more:
-            found[name], left = own[name], left - more
+            found[name], left = config, left - more
         else:
             print(f"{name} is left out: it takes {more >> 30} GiB more than the other engines.")
     found |= {"suffix": fixed(SUFFIX, length=8), "0.5B": fixed(small, length=3)}

@@ -184,12 +184,12 @@ class HostProgram(Program):
         Requests of which they have not read all draft later.
         """
         drafts = self.drafts & (state.requested[-1].numpy() > 0)
-        behind = np.zeros_like(drafts)
+        late = np.zeros_like(drafts)
         for k in self.selection.levels:
             if k or self._reads_all():
-                behind |= self._read(k, drafts)
-        if behind.any():
-            state.requested[-1].numpy()[behind] = 0
+                late |= self._read(k, drafts)
+        if late.any():
+            state.requested[-1].numpy()[late] = 0
             self._ask_all(state)
 
     def _reads_all(self) -> bool:
@@ -211,15 +211,15 @@ class HostProgram(Program):
         replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
         allowed = uncached_bound(level, self.schedule.num_levels, replaced)
         allowed += self.schedule.horizontal_tokens
-        late = drafts & (ends - computed[self.slots] > allowed)
+        late: np.ndarray = drafts & (ends - computed[self.slots] > allowed)
         if late.any():
             began = clock.seconds()
             read = self.caches.read(level, self.slots[late], ends[late] - 1)
             self.counts.add_time(level, clock.seconds() - began, passes=int(read > 0))
             if self.budget is not None:
                 self.budget.timed(level, read, clock.seconds() - began)
-        behind: np.ndarray = drafts & (ends - computed[self.slots] > allowed)
-        return behind
+            late &= ends - computed[self.slots] > allowed
+        return late
 
     def missed(self, level: int) -> np.ndarray:
         """[n] tokens that a level would have to read before it drafts for these requests."""
