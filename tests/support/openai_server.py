@@ -54,9 +54,11 @@ class OpenAIServer:
         environment: dict[str, str] | None = None,
         python: Path | None = None,
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        # Held beside the server's own socket: a port let go is another process's by the time it binds.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self.port = self._reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         options: dict[str, object] = {
             "host": "127.0.0.1",
@@ -158,6 +160,7 @@ class OpenAIServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._reserved.close()
 
 
 @contextlib.contextmanager
