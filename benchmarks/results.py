@@ -237,7 +237,7 @@ def main() -> int:
         for each in SETS:
             here = options.prompts / f"{each}.jsonl" if options.prompts else prompts_file(each)
             shutil.copy(here, Path(directory, f"{each}.jsonl"))
-        edits.write(Path(directory, "edits.jsonl"))
+        edits.write(Path(directory))
         few, every = (sweep.read_sets(Path(directory), n) for n in (options.num_prompts, None))
     for name in options.groups:
         configs = GROUPS[name]()

@@ -7,7 +7,8 @@ cascades in turn in one engine and no speculation in another, and writes predict
 shared machine is not equally fast all the time: the passes that time the models for the profile run
 again between these runs, and their times are what the predictions are made of.
 With --family, the target is Qwen2.5-Coder 1.5B, drafted for by its 0.5B and a suffix lookup. Each
-kind of prompts that the file names is planned for too, at the same times, and its choice runs.
+kind of prompts that the file names is planned for too, at the same times, and its choice runs. The
+drafter that is predicted to be fastest alone runs as well.
 
 Times are CPU times of the engine's one model thread by default (--clock wall for wall time):
 waiting for a core is left out, but not what a shared cache or a busy sibling core costs.
@@ -98,6 +99,13 @@ def fastest(search: Search, count: int) -> list[Selection]:
     """The cascades predicted to be fastest, best first."""
     found = [selection for selection, _ in solve(search.graph, k=64) if selection.levels]
     return sorted(found, key=lambda selection: search.predict(selection).ms_per_token)[:count]
+
+
+def best_single(search: Search) -> Selection:
+    """The drafter and its length that are predicted to be fastest without another."""
+    lengths = range(1, search.size + 1)
+    alone = [Selection((name,), (n,)) for name in search.graph.order for n in lengths]
+    return min(alone, key=lambda selection: search.predict(selection).ms_per_token)
 
 
 def cascades_to_run(search: Search, rng: np.random.Generator, each: int) -> list[Selection]:
@@ -243,7 +251,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--prompts", type=Path, help="default: those of the target's kind")
     parser.add_argument(
-        "--repeats", type=int, default=40, help="prompts that every cascade continues"
+        "--repeats", type=int, default=40, help="answers of every cascade, prompts in turn"
     )
     parser.add_argument(
         "--tokens", type=int, default=96, help="tokens of every continuation, profile included"
@@ -323,7 +331,8 @@ def main() -> None:
     searches = {kind: Search(profile, constraints) for kind, profile in profiles.items()}
     cascades = cascades_to_run(searches[ALL], np.random.default_rng(arguments.seed), arguments.each)
     chosen = {kind: fastest(search, 1)[0] for kind, search in searches.items()}
-    cascades = list(dict.fromkeys([*cascades, *chosen.values()]))
+    singles = map(best_single, searches.values())
+    cascades = list(dict.fromkeys([*cascades, *chosen.values(), *singles]))
     passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
     groups, timed = run_for_real(cascades, timing, arguments.repeats, passes)
     latencies, own = timing.latencies(*timed), own_latencies(timing, groups)
@@ -333,7 +342,10 @@ def main() -> None:
     rows = []
     for kind, indices in kinds.items():
         # No speculation runs on few prompts: on none of some kinds.
-        runs = [[group[i] for i in indices] for group in groups[:-1]]
+        runs = [
+            [each for i, each in enumerate(group) if i % len(contexts) in indices]
+            for group in groups[:-1]
+        ]
         selections = list(cascades)
         if kind == ALL:
             runs, selections = groups, [*cascades, Selection((), ())]

@@ -15,10 +15,11 @@ from support.simulated_serving import (
     memory_bound,
 )
 
+from vllm_hsd.budget.constants import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.budget.prices import cut
 from vllm_hsd.budget.step_times import StepTimes
-from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS, Trials
+from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.level import DraftingLevel, LookupResult, StepLevels
 
 TARGETS = [memory_bound, cpu, compute_bound]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from support.drafting_levels import drafting_levels
 
+from vllm_hsd.budget.constants import LONGEST_PAUSE
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.budget.reading import Reading
-from vllm_hsd.budget.trials import LONGEST_PAUSE
 
 STEP, LENGTH = 0.062, 8
 

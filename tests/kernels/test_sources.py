@@ -9,10 +9,10 @@ from support.marks import slow
 from support.proposal_states import MAX_NUM_REQS
 from support.suffix_requests import Requests, markov, store_of
 
-from vllm_hsd.budget.acceptance import PRIOR_ACCEPTANCE
+from vllm_hsd.budget.constants import FIRST_PAUSE, PRIOR_ACCEPTANCE
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
-from vllm_hsd.budget.trials import FIRST_PAUSE, Trials
+from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.bigram import successors
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram

@@ -54,7 +54,7 @@ class OpenAIServer:
         environment: dict[str, str] | None = None,
         python: Path | None = None,
     ) -> None:
-        # Held beside the server's own socket: a port let go is another process's by the time it binds.
+        # Held next to the socket of the server: once let go, a port may be taken before it binds.
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("127.0.0.1", 0))

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Calibration bins: places in a draft (later ones count as the last), and values of the drafter's
-# own estimate of a token.
-PLACES, BINS = 4, 8
-# What a drafter that gives no estimate is taken to be worth before anything is known.
-PRIOR_ACCEPTANCE = 0.7
-# Tokens that a bin, or a request, begins with, accepted as often as expected.
-PRIOR_TOKENS = 5.0
-# Decay of what is known of a request with each of its drafts.
-MEMORY = 0.97
-# Tokens that a place remembers: older ones fade with every new one, and only then. A place that is
-# not drafted keeps what is known of it; else short drafts would never grow again.
-REMEMBERED = 500.0
+from vllm_hsd.budget import constants
 
 
 class AcceptanceEstimates:
@@ -35,7 +24,7 @@ class AcceptanceEstimates:
     """
 
     def __init__(self, num_drafters: int, num_slots: int) -> None:
-        self.shared = np.zeros((2, num_drafters, PLACES, BINS))
+        self.shared = np.zeros((2, num_drafters, constants.PLACES, constants.BINS))
         self.own = np.zeros((2, num_drafters, num_slots))
         self.drafts = np.ones((2, num_drafters))
 
@@ -47,14 +36,15 @@ class AcceptanceEstimates:
             estimates: its own, in [0, 1].
             places: int64, tokens of the drafter before each of them.
         """
-        place, at = np.minimum(places, PLACES - 1), bins(estimates)
+        place, at = np.minimum(places, constants.PLACES - 1), bins(estimates)
         accepted, verified = self.shared[:, drafter, place, at]
-        found: np.ndarray = (accepted + PRIOR_TOKENS * estimates) / (verified + PRIOR_TOKENS)
+        prior = constants.PRIOR_WEIGHT
+        found: np.ndarray = (accepted + prior * estimates) / (verified + prior)
         return found
 
     def scale(self, drafter: int, slots: np.ndarray) -> np.ndarray:
         """[n] accepted over expected tokens in these requests, 1 before any."""
-        accepted, expected = self.own[:, drafter, slots] + PRIOR_TOKENS
+        accepted, expected = self.own[:, drafter, slots] + constants.PRIOR_WEIGHT
         ratio: np.ndarray = accepted / expected
         return ratio
 
@@ -70,10 +60,10 @@ class AcceptanceEstimates:
         A place begins with what is known of all.
         """
         accepted, verified = self.shared[:, drafter].sum(-1)
-        prior = PRIOR_TOKENS * PRIOR_ACCEPTANCE
-        pooled = (accepted.sum() + prior) / (verified.sum() + PRIOR_TOKENS)
-        known = (accepted + PRIOR_TOKENS * pooled) / (verified + PRIOR_TOKENS)
-        found: np.ndarray = known[np.minimum(np.arange(width), PLACES - 1)]
+        prior = constants.PRIOR_WEIGHT * constants.PRIOR_ACCEPTANCE
+        pooled = (accepted.sum() + prior) / (verified.sum() + constants.PRIOR_WEIGHT)
+        known = (accepted + constants.PRIOR_WEIGHT * pooled) / (verified + constants.PRIOR_WEIGHT)
+        found: np.ndarray = known[np.minimum(np.arange(width), constants.PLACES - 1)]
         return found
 
     def observe(
@@ -96,12 +86,12 @@ class AcceptanceEstimates:
         """
         place = np.arange(estimates.shape[1])
         tried = place < np.minimum(accepted + 1, verified)[:, None]
-        own = self.own[:, drafter, slots] * np.where(verified > 0, MEMORY, 1.0)
+        own = self.own[:, drafter, slots] * np.where(verified > 0, constants.MEMORY, 1.0)
         own[0] += accepted
         own[1] += (expected * tried).sum(1)
         self.own[:, drafter, slots] = own
         request, where = tried.nonzero()
-        group = np.minimum(where, PLACES - 1), bins(estimates[tried])
+        group = np.minimum(where, constants.PLACES - 1), bins(estimates[tried])
         np.add.at(self.shared[0, drafter], group, where < accepted[request])
         np.add.at(self.shared[1, drafter], group, 1)
         self.shared[:, drafter] *= _fading(self.shared[1, drafter].sum(-1))[:, None]
@@ -121,10 +111,10 @@ class AcceptanceEstimates:
 
 
 def _fading(count: np.ndarray) -> np.ndarray:
-    kept: np.ndarray = REMEMBERED / np.maximum(count, REMEMBERED)
+    kept: np.ndarray = constants.REMEMBERED / np.maximum(count, constants.REMEMBERED)
     return kept
 
 
 def bins(estimates: np.ndarray) -> np.ndarray:
     """int64 of the same shape, probabilities as one of BINS."""
-    return np.minimum((estimates * BINS).astype(np.int64), BINS - 1)
+    return np.minimum((estimates * constants.BINS).astype(np.int64), constants.BINS - 1)

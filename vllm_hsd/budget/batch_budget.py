@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_hsd.budget.acceptance import PRIOR_ACCEPTANCE, PRIOR_TOKENS, AcceptanceEstimates
+from vllm_hsd.budget.acceptance import AcceptanceEstimates
+from vllm_hsd.budget.constants import PRIOR_ACCEPTANCE, PRIOR_WEIGHT, TRIAL_STEPS
 from vllm_hsd.budget.step_times import StepTimes
-from vllm_hsd.budget.trials import TRIAL_STEPS, Trials
+from vllm_hsd.budget.trials import Trials
 
 
 class BatchBudget:
@@ -83,4 +84,4 @@ class BatchBudget:
     def _forget(self) -> None:
         """Let no more than a few tokens of each kind count."""
         verified = self.acceptance.shared[1]
-        self.acceptance.shared *= PRIOR_TOKENS / np.maximum(verified, PRIOR_TOKENS)
+        self.acceptance.shared *= PRIOR_WEIGHT / np.maximum(verified, PRIOR_WEIGHT)

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hsd.budget.acceptance import PLACES, PRIOR_ACCEPTANCE, AcceptanceEstimates
-from vllm_hsd.budget.goodput import FORBIDDEN, MEMORY, Goodput
+from vllm_hsd.budget.acceptance import AcceptanceEstimates
+from vllm_hsd.budget.constants import PLACES, PRIOR_ACCEPTANCE, SHORT_MEMORY
+from vllm_hsd.budget.goodput import FORBIDDEN, Goodput
 from vllm_hsd.budget.prices import Plan, cut, further_tokens
 from vllm_hsd.budget.reading import Reading
 from vllm_hsd.budget.step_times import StepTimes
@@ -198,7 +199,7 @@ class DraftBudget:
         token = prices[1][np.minimum(drafted, len(prices[1]) - 1)]
         gain = survival * self.acceptance.ahead(row, slots, 1)[:, 0] - token
         before, now = self.further[level, self.passes], gain[gain > 0].sum() / self.drafting
-        self.further[level, self.passes] += (1 - MEMORY) * (now - before) if before else now
+        self.further[level, self.passes] += (1 - SHORT_MEMORY) * (now - before) if before else now
         self.passes += 1
         others = (self.drafting - 1) * (before or gain)
         worth: np.ndarray = (gain > 0) & (gain + others >= prices[0])

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_hsd.budget import constants
 from vllm_hsd.budget.step_times import StepTimes
-from vllm_hsd.budget.trials import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_STEPS
 
-# Decay with each step: what pays changes with the text, within a few sentences.
-MEMORY = 0.9
-# Drafts hardly gain below it.
-_HARDLY = 1.1
 # A price that nothing pays.
 FORBIDDEN = 1e9
 
@@ -71,8 +67,8 @@ class Goodput:
             return
         plain, verified = self.times.seconds(size), self.times.seconds(size + drafted)
         at = self.times.nearest(size)
-        self.emitted[at] = MEMORY * self.emitted[at] + emitted / size
-        self.spent[at] = MEMORY * self.spent[at] + (verified + seconds) / plain
+        self.emitted[at] = constants.SHORT_MEMORY * self.emitted[at] + emitted / size
+        self.spent[at] = constants.SHORT_MEMORY * self.spent[at] + (verified + seconds) / plain
 
     def _wants_plain_step(self, size: int) -> bool:
         """Whether the time of `size` requests without drafts is old, and is measured now.
@@ -84,11 +80,12 @@ class Goodput:
         hold a prompt, whose time says nothing. In vain, it is asked for ever more seldom.
         """
         at = self.times.nearest(size)
-        hardly = self.emitted[at] < _HARDLY * self.spent[at]
-        pause = self.pause.get(size, TRIAL_STEPS)
-        if self.times.age(size) <= min(pause, FIRST_PAUSE if hardly else LONGEST_PAUSE):
+        hardly = np.log(self.emitted[at] / self.spent[at]) < constants.NOTICEABLE
+        pause = self.pause.get(size, constants.TRIAL_STEPS)
+        longest = constants.FIRST_PAUSE if hardly else constants.LONGEST_PAUSE
+        if self.times.age(size) <= min(pause, longest):
             if self.unmeasured.pop(size, None):
-                self.pause[size] = min(2 * pause, LONGEST_PAUSE)
+                self.pause[size] = min(2 * pause, constants.LONGEST_PAUSE)
             return False
         self.unmeasured[size] = count = self.unmeasured.get(size, 0) + 1
         return count > 1 and count.bit_count() == 1

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Answers whose lengths are known.
-ANSWERS = 64
+from vllm_hsd.budget.constants import ANSWERS
 
 
 class Reading:

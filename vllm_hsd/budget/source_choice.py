@@ -13,19 +13,13 @@ this step, or by how sure the model was of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from vllm_hsd.budget.acceptance import (
-    BINS,
-    MEMORY,
-    PLACES,
-    PRIOR_ACCEPTANCE,
-    PRIOR_TOKENS,
-    REMEMBERED,
-)
+from vllm_hsd.budget import constants
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.suffix_lookup import Offers
 from vllm_hsd.kernels import branch_kernels, source_kernels
@@ -44,7 +38,7 @@ class Estimates(NamedTuple):
     by_token: bool
 
 
-_TABLE = {"PLACES": PLACES, "BINS": BINS}
+_TABLE = {"PLACES": constants.PLACES, "BINS": constants.BINS}
 # A product that is rounded before it is added, as on the host.
 _EXACT = {"num_warps": 1, "enable_fp_fusion": False}
 
@@ -97,8 +91,9 @@ class SourcesLookup:
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.shared, self.own = zeros(2, count, PLACES, BINS), zeros(2, count, slots + 1)
-        self.counted = zeros(2, count, PLACES * BINS, dtype=torch.int32)
+        table = _TABLE.values()
+        self.shared, self.own = zeros(2, count, *table), zeros(2, count, slots + 1)
+        self.counted = zeros(2, count, math.prod(table), dtype=torch.int32)
         self.chosen = zeros(slots + 1, dtype=torch.int32)
         self.drawn = zeros(slots + 1, dtype=torch.float32)
         self.wanted = zeros(1, dtype=torch.int64)
@@ -109,11 +104,12 @@ class SourcesLookup:
         self.branches = zeros(batch, rows - 1, length, dtype=torch.int32)
         self.branch_counts = zeros(batch, rows - 1, dtype=torch.int32)
         # In memory: numbers that are arguments of a launch have 32 bits.
-        numbers = MEMORY, REMEMBERED, PRIOR_TOKENS, min_acceptance
+        numbers = constants.MEMORY, constants.REMEMBERED, constants.PRIOR_WEIGHT, min_acceptance
         each = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.memory, self.remembered, self.prior, self.least = each[:, None]
         # What is known of a drafter's tokens before they are drawn: their places.
-        prior = torch.full((length,), PRIOR_ACCEPTANCE, dtype=torch.float64, device=device)
+        known = constants.PRIOR_ACCEPTANCE
+        prior = torch.full((length,), known, dtype=torch.float64, device=device)
         self.of_drafter = Estimates(prior, by_token=False)
         self.lanes = {"N": length, "LANES": padded_size(length)}
 

@@ -9,17 +9,8 @@ from typing import Any, overload
 
 import numpy as np
 
-# One residual moves an estimate by a factor of at most e^0.3: a stalled step is an outlier.
-_MOST_LOG_RESIDUAL = 0.3
-# Weight of a new observation in the speed of the whole machine: a lasting shift is followed in 20.
-_MACHINE_RATE = 0.08
-# Observations of a size from which on a residual is the machine's.
-_SETTLED = 3
-# Observations, at any size, after which what a size has seen weighs half.
-_HALF_LIFE = 35.0
-# A fall of log seconds with more tokens that is no noise: some products of matrices take longer
-# over one or two rows than over three.
-_REAL_FALL = 0.1
+from vllm_hsd.budget import constants
+
 # Tokens of the passes by which levels are timed before there are requests.
 TIMED_AT_START = 1, 1, 64
 
@@ -86,20 +77,20 @@ class StepTimes:
                 here = self._along(curve, tokens)
                 if apart and self.places[self.known[0]] < tokens < self.places[self.known[-1]]:
                     # A first one may have stalled.
-                    log_seconds = min(log_seconds, here + _MOST_LOG_RESIDUAL)
+                    log_seconds = min(log_seconds, here + constants.MOST_LOG_RESIDUAL)
                 log_seconds += self._along(curve, self.places[size]) - here
             self.log_seconds[size], self.weight[size] = log_seconds, 1.0
             known = (i for i, weight in enumerate(self.weight) if weight > 0)
             self.known = sorted(known, key=self.places.__getitem__)
             return
         residual = log_seconds - self._along(self._own_curve(), tokens)
-        self.weight[size] *= 0.5 ** (age / _HALF_LIFE)
+        self.weight[size] *= constants.MEMORY**age
         # Steps stall, none is too fast: what seems too slow is not met again to learn better.
-        residual = min(residual, _MOST_LOG_RESIDUAL)
-        if self.weight[size] >= _SETTLED:
-            residual = max(residual, -_MOST_LOG_RESIDUAL)
-            self.machine += _MACHINE_RATE * residual
-        elif residual < -_REAL_FALL:
+        residual = min(residual, constants.MOST_LOG_RESIDUAL)
+        if self.weight[size] >= constants.PRIOR_WEIGHT:
+            residual = max(residual, -constants.MOST_LOG_RESIDUAL)
+            self.machine += (1 - constants.SHORT_MEMORY) * residual
+        elif residual < -constants.NOTICEABLE:
             # The ones before were stalled.
             self.weight[size] = 0.0
         self.weight[size] += 1
@@ -168,9 +159,9 @@ class StepTimes:
         first, before, known_well = 0, math.inf, False
         for size, value in zip(self.known, curve, strict=True):
             age = self.observed - self.last_seen[size]
-            weight = self.weight[size] * 0.5 ** (age / _HALF_LIFE)
-            settled = weight >= _SETTLED
-            if settled and known_well and before - value > _REAL_FALL:
+            weight = self.weight[size] * constants.MEMORY**age
+            settled = weight >= constants.PRIOR_WEIGHT
+            if settled and known_well and before - value > constants.NOTICEABLE:
                 first = len(pools)
             before, known_well = value, settled
             pools.append((value, max(weight, 1e-9), 1))

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Steps of a trial: the first one has no draft to verify, a model may have to catch up in it, and a
-# single request has to verify enough tokens to tell.
-TRIAL_STEPS = 6
-# Steps before the second trial; the pause doubles while the option loses.
-FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
-# Steps without a search where searches do not pay, and decay of what they gained with each.
-SEARCH_PAUSE, SEARCH_MEMORY = 8, 0.97
-# Of the time since the last one, what a trial spends at most on reading what a level has missed.
-_READING_SHARE = 0.05
+from vllm_hsd.budget import constants
 
 
 class Trials:
@@ -27,14 +19,14 @@ class Trials:
         pause: [options] int64 such steps before the next trial.
     """
 
-    def __init__(self, options: int, steps: int = TRIAL_STEPS) -> None:
+    def __init__(self, options: int, steps: int = constants.TRIAL_STEPS) -> None:
         self.steps = steps
         self.idle = np.zeros(options, dtype=np.int64)
         self.pause = np.zeros(options, dtype=np.int64)
 
     def pays(self, option: int) -> None:
         """Note that the option is used in this step for what it is expected to gain."""
-        self.idle[option], self.pause[option] = 0, FIRST_PAUSE
+        self.idle[option], self.pause[option] = 0, constants.FIRST_PAUSE
 
     def due(self, option: int, reading: float = 0.0) -> bool:
         """Whether the option is used in this step although it does not pay; a step has passed.
@@ -43,11 +35,12 @@ class Trials:
             reading: tokens that each request would get while what was missed is read.
         """
         self.idle[option] += 1
-        pause = max(self.pause[option], int(reading / _READING_SHARE))
+        pause = max(self.pause[option], int(reading / constants.READING_SHARE))
         idle = self.idle[option] - pause
         if idle >= self.steps:
-            longer = min(max(2 * self.pause[option], FIRST_PAUSE), LONGEST_PAUSE)
-            self.idle[option], self.pause[option] = 0, longer
+            self.idle[option] = 0
+            longest = constants.LONGEST_PAUSE
+            self.pause[option] = np.clip(2 * self.pause[option], constants.FIRST_PAUSE, longest)
         return bool(idle > 0)
 
     def takes_part(self, option: int, count: int) -> np.ndarray:
@@ -56,7 +49,8 @@ class Trials:
         One tells enough, and costs little also where a batch makes every token dear.
         """
         # The same one in all steps of a trial, another in the next.
-        taken: np.ndarray = np.arange(count) == self.pause[option] // FIRST_PAUSE % max(count, 1)
+        trial = self.pause[option] // constants.FIRST_PAUSE
+        taken: np.ndarray = np.arange(count) == trial % max(count, 1)
         return taken
 
 
@@ -82,7 +76,7 @@ class Searches:
     def observe(self, size: int, requests: int, gained: float, cost: float) -> None:
         """Take in a search: tokens gained above the price of verifying them, and its own price."""
         # A new size is taken to pay until enough requests were searched for.
-        before = self.known.get(size, (cost / (1 - SEARCH_MEMORY) / requests, 0.0))
-        own, price = (SEARCH_MEMORY * each for each in before)
+        before = self.known.get(size, (cost / (1 - constants.MEMORY) / requests, 0.0))
+        own, price = (constants.MEMORY * each for each in before)
         self.known[size] = own + gained, price + cost
-        self.pause = SEARCH_PAUSE
+        self.pause = constants.SEARCH_PAUSE
