@@ -5,8 +5,8 @@
 
 Configurations of a group take turns on each prompt, engines compiled as they are served: no
 speculation, vLLM's own methods, single drafters, cascades, and what is drafted by default. Prompts:
-SETS, of DIR or fetched, and edits of functions (`studies.edits`). With several streams, one request
-follows the other, of all sets in turn, no prompt twice but edits.
+SETS, of DIR or fetched, and edits of functions and of files (`studies.edits`). With several
+streams, one request follows the other, of all sets in turn, no prompt twice but edits.
 """
 
 import itertools
@@ -43,8 +43,9 @@ MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
 FAMILY_INT8 = f"{FAMILY}, 8-bit drafter"
 FAMILY_PEER, FAMILY_INT8_PEER = f"{FAMILY}, vLLM's", f"{FAMILY}, 0.5B in 8 bits"
-FAMILY_SOURCES = f"{FAMILY}, sources"
-
+FAMILY_SOURCES, FAMILY_PLANNED = f"{FAMILY}, sources", f"{FAMILY}, planned"
+# Those with several streams: of the family two engines, whose caches take the memory of others.
+FAMILY_STREAMS = f"{FAMILY}, under load"
 
 DRAFTERS: dict[str, Callable[[], Path]] = {
     "0.5B": lambda: qwen_coder("0.5B"),
@@ -60,6 +61,19 @@ def family(name: str) -> dict[str, Config]:
         f"{name} 3": fixed(small, length=3),
         "suffix 8": fixed({"suffix": {}}, length=8),
         **adaptive(name, small["model"]),
+    }
+
+
+def planned() -> dict[str, Config]:
+    """What `planner.check_predictions` chose of all prompts of the demo, and the drafters that it
+    expects to be fastest alone, of all and of edits; next to fixed lengths of no plan."""
+    small = {"model": os.path.relpath(DRAFTERS["0.5B"]())}
+    return {
+        "suffix 8 < 0.5B 8": fixed({"suffix": {}, "num_tokens": 8}, small, length=8),
+        "suffix 3 < 0.5B 4": fixed({"suffix": {}, "num_tokens": 3}, small, length=4),
+        "0.5B 4": fixed(small, length=4),
+        "suffix 8": fixed({"suffix": {}}, length=8),
+        **adaptive("0.5B", small["model"]),
     }
 
 
@@ -104,9 +118,11 @@ GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
     FAMILY_PEER: partial(peer, "0.5B"),
     FAMILY_INT8_PEER: partial(peer, "8-bit 0.5B"),
     FAMILY_SOURCES: partial(sources, "0.5B"),
+    FAMILY_PLANNED: planned,
+    FAMILY_STREAMS: lambda: adaptive("0.5B", os.path.relpath(DRAFTERS["0.5B"]())),
 }
 # Whose engine without speculation and that of fixed lengths serve several configurations.
-SHARED = FAMILY, FAMILY_INT8
+SHARED = FAMILY, FAMILY_INT8, FAMILY_PLANNED
 
 
 def in_turn(
@@ -200,7 +216,9 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
             "speedup_high": row["ci_high"],
         }
         for row in rows
-        if row["group"].startswith(FAMILY) and row["configuration"] != PLAIN
+        if row["group"].startswith(FAMILY)
+        and row["group"] not in (FAMILY_PLANNED, FAMILY_STREAMS)
+        and row["configuration"] != PLAIN
     ]
     if not own:
         return
@@ -223,7 +241,7 @@ def main() -> int:
     parser = sweep.options(__doc__, TABLE.parent, sets=True, model=False)
     parser.set_defaults(max_tokens=128, num_prompts=10, compiled=True)
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
-    parser.add_argument("--streams", type=integers, default=[4, 16], help=f"at a time, of {SMALL}")
+    parser.add_argument("--streams", type=integers, default=[4, 16], help="requests at a time")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS))
     parser.add_argument("--only", nargs="+", help="names of configurations")
     parser.add_argument("--tables", action="store_true", help="print what was measured and end")
@@ -246,10 +264,11 @@ def main() -> int:
         prompts, sets = few
         streams: dict[int, list[tuple[int, ...]]] = {}
         # The longest prompt decides which texts an engine has room for: no other group needs all.
-        if name == SMALL:
+        if name in (SMALL, FAMILY_STREAMS):
             prompts, sets = every
             streams = in_turn(list(sets.values()), options.streams)
-            sets = {key: indices[: options.num_prompts] for key, indices in sets.items()}
+            one = options.num_prompts if name == SMALL else 0
+            sets = {key: indices[:one] for key, indices in sets.items() if one}
         faults += sweep.fill(
             table,
             [Group(name, chosen, options.temperatures, streams=streams)],
@@ -257,7 +276,7 @@ def main() -> int:
             prompts,
             sets,
             engines_class=SharedEngines if name in SHARED else Engines,
-            kv_cache_memory_bytes=1 << (29 if name == SMALL else 28),
+            kv_cache_memory_bytes=1 << (29 if streams else 28),
         )
     figure = table.path.with_suffix(".png")
     draw(table.rows, figure)
