@@ -108,9 +108,7 @@ class SourcesLookup:
         each = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.memory, self.remembered, self.prior, self.least = each[:, None]
         # What is known of a drafter's tokens before they are drawn: their places.
-        known = constants.PRIOR_ACCEPTANCE
-        prior = torch.full((length,), known, dtype=torch.float64, device=device)
-        self.of_drafter = Estimates(prior, by_token=False)
+        self.of_drafter = Estimates(zeros(length) + constants.PRIOR_ACCEPTANCE, by_token=False)
         self.lanes = {"N": length, "LANES": padded_size(length)}
 
     def forget(self, slots: torch.Tensor) -> None:

@@ -38,9 +38,8 @@ class Trials:
         pause = max(self.pause[option], int(reading / constants.READING_SHARE))
         idle = self.idle[option] - pause
         if idle >= self.steps:
-            self.idle[option] = 0
-            longest = constants.LONGEST_PAUSE
-            self.pause[option] = np.clip(2 * self.pause[option], constants.FIRST_PAUSE, longest)
+            self.idle[option], longer = 0, 2 * self.pause[option]
+            self.pause[option] = np.clip(longer, constants.FIRST_PAUSE, constants.LONGEST_PAUSE)
         return bool(idle > 0)
 
     def takes_part(self, option: int, count: int) -> np.ndarray:
