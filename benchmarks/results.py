@@ -1,7 +1,7 @@
 """Every speed that docs/results.md leads with, by one script: `make results`.
 
     python -m benchmarks.results --prompts DIR      # hours; goes on where it was stopped
-    python -m benchmarks.results --tables           # what the measured cells say, as Markdown
+    python -m benchmarks.results --tables           # those of the page, as Markdown
 
 Configurations of a group take turns on each prompt, engines compiled as they are served: no
 speculation, vLLM's own methods, single drafters, cascades, and what is drafted by default. Prompts:
@@ -121,6 +121,8 @@ GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
     FAMILY_PLANNED: planned,
     FAMILY_STREAMS: lambda: adaptive("0.5B", os.path.relpath(DRAFTERS["0.5B"]())),
 }
+# Whose tables docs/results.md shows; of the others it says what they say.
+SHOWN = FAMILY, FAMILY_PEER, FAMILY_PLANNED, FAMILY_STREAMS, SMALL
 # Whose engine without speculation and that of fixed lengths serve several configurations.
 SHARED = FAMILY, FAMILY_INT8, FAMILY_PLANNED
 
@@ -244,11 +246,11 @@ def main() -> int:
     parser.add_argument("--streams", type=integers, default=[4, 16], help="requests at a time")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS))
     parser.add_argument("--only", nargs="+", help="names of configurations")
-    parser.add_argument("--tables", action="store_true", help="print what was measured and end")
+    parser.add_argument("--tables", action="store_true", help="print those of the page and end")
     options = parser.parse_args()
     table = Table(options.output / TABLE.name)
     if options.tables:
-        print(*tables(table.rows), sep="\n")
+        print(*tables([row for row in table.rows if row["group"] in SHOWN]), sep="\n")
         return 0
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as directory:

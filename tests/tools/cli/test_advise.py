@@ -113,14 +113,13 @@ def test_a_model_that_cannot_be_read(faulty, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "free", "options"),
     [
-        ("bfloat16", 95, " --dtype bfloat16"),
-        ("float32", 95, " --dtype float32"),
+        ("float32", 95, " --dtype float32 --gpu-memory-utilization 0.90"),
         ("bfloat16", 40, " --dtype bfloat16 --gpu-memory-utilization 0.35"),
     ],
 )
 def test_the_command(dtype, free, options, text_family, capsys, monkeypatch):
     memory = SimpleNamespace(available=free, total=100)
-    monkeypatch.setattr(advise.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     monkeypatch.setattr(advise, "choose_dtype", lambda model: Choice(dtype, "it is faster"))
     assert main(["advise", "--model", text_family.target]) == 0
     printed = capsys.readouterr().out

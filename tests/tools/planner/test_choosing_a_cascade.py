@@ -47,9 +47,13 @@ def candidate(name, **level):
     return {"name": name, "level": level}
 
 
+MEMORY = "--gpu-memory-utilization", "0.50"
+
+
 @pytest.fixture
-def profile():
+def profile(monkeypatch):
     """Two drafters for which the cascade of both pays, and an exit that never does."""
+    monkeypatch.setattr("vllm_hsd.tools.system.free_memory", lambda: 0.5)
     candidates = [
         candidate("mid", model="models/mid"),
         candidate("small", model="models/small"),
@@ -152,7 +156,7 @@ def test_plan_writes_what_the_plugin_reads_and_prints_how_to_serve_it(profile, t
     planned = written["planned_for"]["ms_per_token"]
     assert planned == pytest.approx(choice.best.ms_per_token, abs=1e-3)
     *command, config = served(shown)
-    timed = "--dtype", "float32"
+    timed = "--dtype", "float32", *MEMORY
     assert command == [*serve_command("models/target"), *timed, "--speculative-config"]
     config = json.loads(config)
     assert config.pop("method") == "hsd" and CascadeConfig.parse(config) == parsed
@@ -183,7 +187,7 @@ def test_plan_says_when_nothing_pays_and_leaves_no_stale_file(profile, tmp_path,
     assert "No speculation is the fastest" in said
     assert ("removed the older" if stale else "did not write") in said
     assert not output.exists()
-    assert served(captured.out) == serve_command("models/target")
+    assert served(captured.out) == [*serve_command("models/target"), *MEMORY]
 
 
 def test_plan_needs_no_torch(profile, tmp_path):

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import psutil
-
 from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.host.engine_hooks import STOCK_METHODS
 from vllm_hsd.tools import system
@@ -196,14 +194,6 @@ def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _shares_of_memory() -> tuple[float, float]:
-    """What is free on a CPU, and what vLLM takes unless told."""
-    from vllm.config import CacheConfig
-
-    memory = psutil.virtual_memory()
-    return memory.available / memory.total, float(CacheConfig.gpu_memory_utilization)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Check the user's own configuration, if one is given, and print the advice."""
     given = arguments.speculative_config
@@ -225,13 +215,8 @@ def run(arguments: argparse.Namespace) -> int:
         serve += f" --dtype {choice.dtype}"
         why.append(f"{choice.dtype}: {choice.reason}.")
     if situation.device == "cpu":
-        free, default = _shares_of_memory()
-        if free < default:
-            serve += f" --gpu-memory-utilization {max(free - 0.05, 0.05):.2f}"
-            why.append(
-                f"Without that share of the memory, weights included, vLLM takes {default:.2f} of "
-                "it, more than is free."
-            )
+        serve += f" --gpu-memory-utilization {system.free_memory():.2f}"
+        why.append("Without that share of the memory, weights included, vLLM takes nearly all.")
     lines += ["", "Start with:", "", f"  {' '.join([serve, *option])}", "", *why]
     compared = _options(found.config, *found.others)
     if given is not None:

@@ -115,7 +115,7 @@ def findings(verbose: bool = False) -> Iterator[Finding]:
 def _imports(name: str) -> Generator[Finding, None, bool]:
     """Whether a module imports, as a finding and as the generator's value."""
     if importlib.util.find_spec(name) is None:
-        hint = "'vllm-hsd[cpu]' or 'vllm-hsd[cuda]'" if name == "vllm" else name
+        hint = "-e '.[cpu]' or '.[cuda]', in the clone" if name == "vllm" else name
         yield Finding("problem", f"{name} is not installed: pip install {hint}")
         return False
     try:

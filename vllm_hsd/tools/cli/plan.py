@@ -343,6 +343,9 @@ def serve_command(profile: Profile, choice: Plan) -> str:
     command = system.serve_command(profile.target)
     if profile.latencies and profile.latencies.dtype != "auto":
         command += ["--dtype", profile.latencies.dtype]
+    if profile.latencies:
+        # Times are those of a CPU.
+        command += ["--gpu-memory-utilization", f"{system.free_memory():.2f}"]
     if choice.best.selection.levels:
         config = {"method": "hsd", **cascade_keys(profile, choice)}
         command += ["--speculative-config", json.dumps(config)]
