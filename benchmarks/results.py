@@ -121,7 +121,7 @@ GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
     FAMILY_PLANNED: planned,
     FAMILY_STREAMS: lambda: adaptive("0.5B", os.path.relpath(DRAFTERS["0.5B"]())),
 }
-# Whose tables docs/results.md shows; of the others it says what they say.
+# Whose tables docs/results.md shows, above temperature 0 with one request.
 SHOWN = FAMILY, FAMILY_PEER, FAMILY_PLANNED, FAMILY_STREAMS, SMALL
 # Whose engine without speculation and that of fixed lengths serve several configurations.
 SHARED = FAMILY, FAMILY_INT8, FAMILY_PLANNED
@@ -166,6 +166,15 @@ def tables(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
             if len(found) == len(sets):
                 yield f"| {name} | {' | '.join(_figures(found, sets))} |"
         yield ""
+
+
+def shown(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Those that docs/results.md has as tables; of the others it says what they say."""
+    return [
+        row
+        for row in rows
+        if row["group"] in SHOWN and (row["set"] != MIX or float(row["temperature"]) == 0)
+    ]
 
 
 def _cell(row: Mapping[str, str]) -> tuple[str, str, str, bool]:
@@ -250,7 +259,7 @@ def main() -> int:
     options = parser.parse_args()
     table = Table(options.output / TABLE.name)
     if options.tables:
-        print(*tables([row for row in table.rows if row["group"] in SHOWN]), sep="\n")
+        print(*tables(shown(table.rows)), sep="\n")
         return 0
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
