@@ -196,7 +196,7 @@ def head_next_to_lookups(served):
             self.draft_tokens = torch.zeros(served.count, 4, dtype=torch.int64)
 
         def propose(self, *_, num_speculative_tokens, **__):
-            assert num_speculative_tokens in (1, 4)
+            assert num_speculative_tokens in (0, 1, 4)
             return self.draft_tokens
 
     sources = [{"ngram": {"max": 2}}, {"eagle3": "head"}]
@@ -226,6 +226,11 @@ def test_lookups_next_to_a_head_take_its_confidences_away():
     assert drafter.lookup.drawn[served.slots].tolist() == [0.0, 1.0]
     first, second = drafter.draft_token_confidence_probs[:2]
     assert first[0] == pytest.approx(UNMEASURED) and second[0] == pytest.approx(0.9)
+    # The first slot has a new request in a step that drafts nothing.
+    batch.has_prefill, batch.is_prefilling_np = True, np.array([True, False])
+    drafter.lookup.own[:, :, served.slots] = 1.0
+    drafter.propose(batch, {}, {}, None, None, sampled, num_speculative_tokens=0)
+    assert drafter.lookup.own[:, :, served.slots].sum((0, 1)).tolist() == [0.0, 4.0]
 
 
 def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:

@@ -96,13 +96,13 @@ class HeadSources:
             num_speculative_tokens=drawn,
             **kwargs,
         )
-        if dummy_run or longest == 0:
-            return drafts
         count, window = input_batch.num_reqs, self.schedule.window
-        if input_batch.has_prefill:
+        if input_batch.has_prefill and not dummy_run:
             begins = input_batch.is_prefilling_np[:count]
             slots = input_batch.idx_mapping_np[:count][begins]
             self.lookup.forget(async_tensor_h2d(slots, device=own.device, dtype=torch.int64))
+        if dummy_run or longest == 0:
+            return drafts
         state, text = self.state.bucket(count), self.req_states.all_token_ids.gpu
         stage(
             state,
