@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SIZES = {
-    "lines of vllm_hsd without tools": 14818,
+    "lines of vllm_hsd without tools": 14819,
     "lines of kernels": 9182,
     "lines of tools": 15120,
     "lines of tests": 30669,

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from host.test_program import PLAIN, without_rounds
-from support.programs import PROMPT, Engine, reference_steps
+from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
 
 from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
+from vllm_hsd.cascade.program import ProgramSources
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.host_program import HostProgram
 from vllm_hsd.host.host_speculator import HostSpeculator
@@ -248,6 +249,27 @@ def test_nothing_is_drafted_for_a_request_whose_draft_has_ended(lookup):
     assert len(drafts[0]) < len(drafts[1]) == 9
     ends = [engine.schedule.window + len(draft) for draft in drafts]
     assert engine.state.end.tolist() == ends
+
+
+def test_next_to_lookups_a_model_drafts_for_none_whose_text_it_has_not_read():
+    """Its tokens would be noise, and be judged as its own."""
+    drawn, kept = torch.ones(MAX_NUM_REQS + 1), []
+
+    def nothing(state):
+        pass
+
+    def prefers(state):
+        return torch.arange(state.batch) == 1
+
+    def choose(state):
+        kept.append((state.drafted[0].tolist(), state.requested[0].tolist()))
+
+    sources = ProgramSources(nothing, choose, drawn, prefers, lambda: True)
+    engine = Engine((3,), batch=2, requests=2, sources=sources, host=True)
+    engine.program.trials = mock.Mock(due=lambda _: False)
+    with reference_steps(engine) as steps:
+        engine.propose(steps)
+    assert engine.program.lazy and kept == [([0, 3], [3, 3])]
 
 
 @pytest.mark.parametrize("pictures", [True, False])

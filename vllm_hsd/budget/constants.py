@@ -14,11 +14,9 @@ REMEMBERED = 500.0
 # Decay of what is known of a request with each of its drafts, of a pass's time with each other
 # pass, and of what lookups gain with each search.
 MEMORY = 0.98
-# Decay, with each step, of what pays, which changes with the text within a few sentences, and of
-# the machine's speed, which others may slow down for a while.
+# Decay with each step of what pays, which changes with the text, and of the machine's speed.
 SHORT_MEMORY = 0.9
-# A difference of logarithms that is no noise. Some products of matrices take longer over one or two
-# rows than over three, and drafts that gain less hardly pay.
+# A difference of logarithms that is no noise: times that fall with more rows, drafts that gain.
 NOTICEABLE = 0.1
 # One residual moves an estimate by a factor of at most e^0.3: a stalled step is an outlier.
 MOST_LOG_RESIDUAL = 0.3

@@ -13,7 +13,6 @@ this step, or by how sure the model was of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -93,7 +92,7 @@ class SourcesLookup:
 
         table = _TABLE.values()
         self.shared, self.own = zeros(2, count, *table), zeros(2, count, slots + 1)
-        self.counted = zeros(2, count, math.prod(table), dtype=torch.int32)
+        self.counted = self.shared.flatten(2).int()
         self.chosen = zeros(slots + 1, dtype=torch.int32)
         self.drawn = zeros(slots + 1, dtype=torch.float32)
         self.wanted = zeros(1, dtype=torch.int64)

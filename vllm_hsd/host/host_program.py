@@ -273,13 +273,17 @@ class HostProgram(Program):
         self.draws[0] += int(state.requested[0].max())
         # Next to lookups, below another level, a first pass reads what that one has added.
         every = np.ones_like(open_) if self._reads_all() else open_
-        while (wants := every & (state.requested[0].numpy() > step)).any():
+        requested = state.requested[0].numpy()
+        unread, room = self.lazy & ~open_, requested.copy()
+        requested[unread] = 0  # What it has not read a model does not draft for.
+        while (wants := every & (requested > step)).any():
             began = clock.seconds()
             computed = self._pass(state, 0, wants, first + step, step=step)
             if self.budget is not None:
                 self.budget.timed(0, computed, clock.seconds() - began)
             self._end_drafts(state, 0, wants, np.full(state.batch, step))
             step, every = step + 1, open_
+        requested[unread] = room[unread]
         if self.sources is not None:
             self.sources.choose(state)
             replaced = self.sources.drawn.numpy()[self.slots] == 0
