@@ -101,13 +101,6 @@ def fastest(search: Search, count: int) -> list[Selection]:
     return sorted(found, key=lambda selection: search.predict(selection).ms_per_token)[:count]
 
 
-def best_single(search: Search) -> Selection:
-    """The drafter and its length that are predicted to be fastest without another."""
-    lengths = range(1, search.size + 1)
-    alone = [Selection((name,), (n,)) for name in search.graph.order for n in lengths]
-    return min(alone, key=lambda selection: search.predict(selection).ms_per_token)
-
-
 def cascades_to_run(search: Search, rng: np.random.Generator, each: int) -> list[Selection]:
     """The `each` best predicted, best first, and as many random ones of one or two levels."""
     best = fastest(search, each)
@@ -331,7 +324,7 @@ def main() -> None:
     searches = {kind: Search(profile, constraints) for kind, profile in profiles.items()}
     cascades = cascades_to_run(searches[ALL], np.random.default_rng(arguments.seed), arguments.each)
     chosen = {kind: fastest(search, 1)[0] for kind, search in searches.items()}
-    singles = map(best_single, searches.values())
+    singles = [search.choose().single.selection for search in searches.values()]
     cascades = list(dict.fromkeys([*cascades, *chosen.values(), *singles]))
     passes = [setting for number in range(PASSES) for setting in timing.settings(number)]
     groups, timed = run_for_real(cascades, timing, arguments.repeats, passes)

@@ -274,7 +274,7 @@ class HostProgram(Program):
         # Next to lookups, below another level, a first pass reads what that one has added.
         every = np.ones_like(open_) if self._reads_all() else open_
         requested = state.requested[0].numpy()
-        unread, room = self.lazy & ~open_, requested.copy()
+        room = requested[unread := self.lazy & ~open_]
         requested[unread] = 0  # What it has not read a model does not draft for.
         while (wants := every & (requested > step)).any():
             began = clock.seconds()
@@ -283,7 +283,7 @@ class HostProgram(Program):
                 self.budget.timed(0, computed, clock.seconds() - began)
             self._end_drafts(state, 0, wants, np.full(state.batch, step))
             step, every = step + 1, open_
-        requested[unread] = room[unread]
+        requested[unread] = room
         if self.sources is not None:
             self.sources.choose(state)
             replaced = self.sources.drawn.numpy()[self.slots] == 0
