@@ -66,12 +66,15 @@ def family(name: str) -> dict[str, Config]:
 
 def planned() -> dict[str, Config]:
     """What `planner.check_predictions` chose of all prompts of the demo, and the drafters that it
-    expects to be fastest alone, of all and of edits; next to fixed lengths of no plan."""
+    expects to be fastest alone, of all and of edits, at temperature 0 (lengths 4) and 1 (3): to be
+    named by `--only`; next to fixed lengths of no plan."""
     small = {"model": os.path.relpath(DRAFTERS["0.5B"]())}
     return {
         "suffix 8 < 0.5B 8": fixed({"suffix": {}, "num_tokens": 8}, small, length=8),
         "suffix 3 < 0.5B 4": fixed({"suffix": {}, "num_tokens": 3}, small, length=4),
         "0.5B 4": fixed(small, length=4),
+        "suffix 2 < 0.5B 3": fixed({"suffix": {}, "num_tokens": 2}, small, length=3),
+        "0.5B 3": fixed(small, length=3),
         "suffix 8": fixed({"suffix": {}}, length=8),
         **adaptive("0.5B", small["model"]),
     }
@@ -255,6 +258,7 @@ def main() -> int:
     parser.add_argument("--streams", type=integers, default=[4, 16], help="requests at a time")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS))
     parser.add_argument("--only", nargs="+", help="names of configurations")
+    parser.add_argument("--sets", nargs="+", help="names of sets, with one request")
     parser.add_argument("--tables", action="store_true", help="print those of the page and end")
     options = parser.parse_args()
     table = Table(options.output / TABLE.name)
@@ -268,6 +272,9 @@ def main() -> int:
             shutil.copy(here, Path(directory, f"{each}.jsonl"))
         edits.write(Path(directory))
         few, every = (sweep.read_sets(Path(directory), n) for n in (options.num_prompts, None))
+    unknown = set(options.sets or ()) - every[1].keys()
+    if unknown:
+        parser.error(f"--sets: {', '.join(sorted(unknown))}: choose from {', '.join(every[1])}")
     for name in options.groups:
         configs = GROUPS[name]()
         chosen = {k: v for k, v in configs.items() if not options.only or k in options.only}
@@ -280,6 +287,7 @@ def main() -> int:
             streams = in_turn(list(sets.values()), options.streams)
             one = options.num_prompts if name == SMALL else 0
             sets = {key: indices[:one] for key, indices in sets.items() if one}
+        sets = {key: own for key, own in sets.items() if key in (options.sets or sets)}
         faults += sweep.fill(
             table,
             [Group(name, chosen, options.temperatures, streams=streams)],
