@@ -27,7 +27,7 @@ def platform() -> None:
     """vLLM's entry point for platforms, which it calls before it looks for Triton's backends.
 
     It names no platform. On a CPU vLLM's V2 runner, which needs Triton, then serves all its engines
-    by this backend, unless `VLLM_USE_V2_MODEL_RUNNER` is 0, a GPU or no C compiler is there.
+    by this backend, unless `VLLM_USE_V2_MODEL_RUNNER` is 0, a GPU is there or no compiler is.
     """
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
         import torch
@@ -35,5 +35,5 @@ def platform() -> None:
         from . import toolchain
 
         gpu = torch.cuda.is_available() or torch.xpu.is_available()
-        if not gpu and toolchain.compiler() is not None:
+        if not gpu and toolchain.missing() is None:
             install()

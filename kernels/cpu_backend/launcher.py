@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib.util
 import struct
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +31,8 @@ def extension() -> ModuleType:
     from . import toolchain
 
     source = (Path(__file__).parent / "launcher.c").read_text()
-    include = sysconfig.get_paths()["include"]
-    path = toolchain.build(source, "launcher", f"{toolchain.flags()} -I{include} -pthread")
+    options = f"{toolchain.flags()} -I{toolchain.HEADERS} -pthread"
+    path = toolchain.build(source, "launcher", options)
     spec = importlib.util.spec_from_file_location("launcher", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

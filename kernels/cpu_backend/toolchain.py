@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -23,11 +24,18 @@ _FAST = "-O2 -ftree-vectorize -fvect-cost-model=dynamic"
 # What is not written is found, and compiling takes half as long.
 _CHECKED = "-O1 -ftrivial-auto-var-init=pattern"
 
+HEADERS = Path(sysconfig.get_paths()["include"])
 
-NO_COMPILER = (
-    "no C compiler is installed: install gcc (Debian, Ubuntu: apt install gcc; Fedora: dnf install "
-    "gcc)"
-)
+
+def missing() -> str | None:
+    """What is to be installed before kernels can be compiled; None for nothing."""
+    install = "install {} (Debian, Ubuntu: apt install {}; Fedora: dnf install {})".format
+    if compiler() is None:
+        return f"no C compiler is installed: {install('gcc', 'gcc', 'gcc')}"
+    if not (HEADERS / "Python.h").exists():
+        headers = "Python's headers", "python3-dev", "python3-devel"
+        return f"no Python.h is installed: {install(*headers)}"
+    return None
 
 
 def compiler() -> str | None:
@@ -89,7 +97,6 @@ def build(source: str, name: str, options: str) -> str:
 
 
 def _compiler_or_raise() -> str:
-    found = compiler()
-    if found is None:
-        raise RuntimeError(f"Triton kernels are compiled for this CPU, and {NO_COMPILER}.")
-    return found
+    if missed := missing():
+        raise RuntimeError(f"Triton kernels are compiled for this CPU, and {missed}.")
+    return str(compiler())

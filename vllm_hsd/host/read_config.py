@@ -49,8 +49,8 @@ def runner_mistake() -> str | None:
 
     from vllm_hsd.kernels.cpu_backend import toolchain
 
-    if current_platform.is_cpu() and toolchain.compiler() is None:
-        return f"vllm-hsd compiles kernels for this CPU, and {toolchain.NO_COMPILER}."
+    if current_platform.is_cpu() and (missed := toolchain.missing()):
+        return f"vllm-hsd compiles kernels for this CPU, and {missed}."
     return (
         "vLLM found no Triton for this machine: install vllm-hsd with its extra [cpu] or [cuda], "
         "and leave 'hsd' in VLLM_PLUGINS if that is set."

@@ -136,6 +136,13 @@ def test_without_a_compiler_it_says_what_to_install(tmp_path):
     assert found.startswith("RuntimeError: ") and "install gcc" in found
 
 
+def test_without_the_headers_of_python_it_says_what_to_install(tmp_path):
+    code = "toolchain.HEADERS = Path('none'); print(tried(last_kernel, zeros(1)))"
+    start = "from pathlib import Path; from vllm_hsd.kernels.cpu_backend import toolchain; "
+    (found,) = run(tmp_path, start + code, TRITON_CACHE_DIR=str(tmp_path))
+    assert found.startswith("RuntimeError: ") and "apt install python3-dev" in found
+
+
 @pytest.mark.parametrize("text", ["bound", "order=", "threads=two", "bounds=1"])
 def test_a_misspelled_option_is_refused(text):
     from vllm_hsd.kernels.cpu_backend.checks import Checks
