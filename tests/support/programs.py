@@ -28,6 +28,7 @@ from vllm_hsd.cascade.ragged import ragged_arange
 from vllm_hsd.cascade.schedule import Schedule, first_draw
 from vllm_hsd.cascade.several_drafts import SeveralDrafts, SeveralDraftsProgram
 from vllm_hsd.host.host_program import HostProgram
+from vllm_hsd.host.host_sources import HostSources
 from vllm_hsd.host.level_caches import LevelCaches
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.rules.rng import host_uniforms
@@ -143,7 +144,8 @@ class Engine:
         if host:
             caches = TableCaches(self)
             counts = LevelCounts.zeros(len(lengths))
-            made = partial(HostProgram, caches=caches, counts=counts)
+            program = HostProgram if sources is None else HostSources
+            made = partial(program, caches=caches, counts=counts)
         if drafts > 1:
             self.several = SeveralDrafts.allocate(self.state, drafts, [batch], batch)
             made = partial(SeveralDraftsProgram, kept=self.several)

@@ -9,20 +9,18 @@ same for one request, in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_hsd.budget import clock
-from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LookupResult, StepLevels
-from vllm_hsd.cascade.program import Program, ProgramSources
+from vllm_hsd.cascade.program import Program
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH, Draft, Lookup, Verify, uncached_bound
-from vllm_hsd.cascade.vocabulary import readable
 from vllm_hsd.host.level_caches import LevelCaches
 
 
@@ -41,11 +39,13 @@ class HostProgram(Program):
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
             drafter's own account, NaN for none.
         has_lookup: level 0 drafts without forward passes.
+        lazy: level 0 reads only the texts for which it drafts.
         logits: [B, n, V] of the last pass.
     """
 
     logits: torch.Tensor
     budget: Any = None
+    lazy = False
 
     def __init__(
         self,
@@ -68,10 +68,6 @@ class HostProgram(Program):
         self.drafted_ahead = False
         # Slots whose drafts the target verifies, of sources right below it.
         self.awaited = np.zeros(slots, dtype=bool)
-        # Of the model next to lookups: what is known of it is as old as its last drafts.
-        self.trials = Trials(1)
-        # Whether the model next to lookups reads texts only where it is wanted.
-        self.lazy = self.sources is not None and levels == 1
         self.has_lookup = self.sources is None and isinstance(self.schedule.ops[0], Lookup)
 
     def begin(self, state: ProposalState) -> None:
@@ -194,7 +190,11 @@ class HostProgram(Program):
 
     def _reads_all(self) -> bool:
         """Whether level 0 reads every text of a proposal, not only those that it drafts for."""
-        return not self.lazy and (self.sources is None or self.sources.drafter_selected())
+        return True
+
+    def _most_replaced(self, level: int) -> int:
+        """Tokens of a level's last pass that are no text, where the level below had others."""
+        return 1
 
     def _read(self, level: int, drafts: np.ndarray) -> np.ndarray:
         """Let a level read texts; bool [B], those of which more is left than a pass may feed."""
@@ -208,8 +208,7 @@ class HostProgram(Program):
                 head.read(self.slots[rows], rows)
                 self.counts.add_time(level, clock.seconds() - began, passes=int(len(rows) > 0))
             return np.zeros_like(drafts)
-        replaced = 1 if level or self.sources is None else max(self.schedule.draft_lengths[0], 1)
-        allowed = uncached_bound(level, self.schedule.num_levels, replaced)
+        allowed = uncached_bound(level, self.schedule.num_levels, self._most_replaced(level))
         allowed += self.schedule.horizontal_tokens
         late: np.ndarray = drafts & (ends - computed[self.slots] > allowed)
         if late.any():
@@ -260,49 +259,24 @@ class HostProgram(Program):
                 self._look_up(state)
             self.drafted_ahead = False
             return
-        begins = self.base + state.start[0].numpy()
-        open_ = np.ones(state.batch, dtype=bool)
-        if self.sources is not None:
-            began = clock.seconds()
-            self.sources.offer(state)
-            self.counts.add_time(0, clock.seconds() - began)
-            open_ = self._wants_model(state) & self._wants(state, 0)
-            if self.lazy:
-                open_ &= ~self._read(0, open_)
-        step, first = 0, self.draws[0]
+        every = np.ones(state.batch, dtype=bool)
+        self._draft_by_passes(state, every, every)
+
+    def _draft_by_passes(self, state: ProposalState, first: np.ndarray, rest: np.ndarray) -> None:
+        """A token of level 0 by each pass.
+
+        Args:
+            first, rest: bool [B], requests that take part in the first pass and in later ones.
+        """
+        step, draw = 0, self.draws[0]
         self.draws[0] += int(state.requested[0].max())
-        # Next to lookups, below another level, a first pass reads what that one has added.
-        every = np.ones_like(open_) if self._reads_all() else open_
-        requested = state.requested[0].numpy()
-        room = requested[unread := self.lazy & ~open_]
-        requested[unread] = 0  # What it has not read a model does not draft for.
-        while (wants := every & (requested > step)).any():
+        while (wants := first & (state.requested[0].numpy() > step)).any():
             began = clock.seconds()
-            computed = self._pass(state, 0, wants, first + step, step=step)
+            computed = self._pass(state, 0, wants, draw + step, step=step)
             if self.budget is not None:
                 self.budget.timed(0, computed, clock.seconds() - began)
             self._end_drafts(state, 0, wants, np.full(state.batch, step))
-            step, every = step + 1, open_
-        requested[unread] = room
-        if self.sources is not None:
-            self.sources.choose(state)
-            replaced = self.sources.drawn.numpy()[self.slots] == 0
-            computed = self.caches.computed[0, self.slots]
-            self.caches.computed[0, self.slots] = np.where(
-                replaced, np.minimum(computed, begins), computed
-            )
-
-    def _wants_model(self, state: ProposalState) -> np.ndarray:
-        """bool [B], requests for which the model next to lookups drafts; all of them in a trial."""
-        sources = cast(ProgramSources, self.sources)
-        if not sources.drafter_selected():
-            return np.zeros(state.batch, dtype=bool)
-        wants: np.ndarray = sources.prefers_drafter(state).numpy()
-        if wants.any():
-            self.trials.pays(0)
-        elif self.trials.due(0):
-            wants = np.ones_like(wants)
-        return wants if self.budget is None else wants & self.budget.reads[self.slots]
+            step, first = step + 1, rest
 
     def warm_up(self, state: ProposalState) -> None:
         """Launch what a proposal of all levels may not, for no request."""
@@ -439,16 +413,3 @@ class HostProgram(Program):
         opens = state.requested[level].numpy() > 0
         state.origin.numpy()[:] = np.where(opens, state.drafted[level].numpy(), -1)
         cascade_steps.pass_on(state, level, self.schedule.kept_lengths[level - 1])
-        if level == 1 and self.sources is not None:
-            self._keep_point_masses(state, opens & (self.sources.drawn.numpy()[self.slots] == 0))
-
-    def _keep_point_masses(self, state: ProposalState, looked_up: np.ndarray) -> None:
-        """Let tokens of a lookup that level 1 has passed on have rows of their own: bool [B]."""
-        rows, lse = state.rows[1], state.lse[1]
-        assert rows is not None
-        for b in np.flatnonzero(looked_up).tolist():
-            first, count, end = (int(x[b]) for x in (state.origin, state.drafted[0], state.end))
-            token_ids = readable(state.window[b, end - count : end].long(), rows.shape[-1])
-            own = slice(first, first + count)
-            rows[b, own].fill_(-torch.inf).scatter_(1, token_ids[:, None], 0.0)
-            lse[b, own] = 0.0

@@ -25,6 +25,7 @@ from vllm_hsd.host.host_branches import HostBranches
 from vllm_hsd.host.host_budget import HostBudget
 from vllm_hsd.host.host_estimates import estimates_of
 from vllm_hsd.host.host_program import HostProgram
+from vllm_hsd.host.host_sources import HostSources
 from vllm_hsd.host.level_caches import LevelCaches
 
 
@@ -84,13 +85,14 @@ class HostSpeculator(BaseSpeculator):
         self.caches = LevelCaches(self, own, self.max_num_reqs)
         # Entropies and horizontal tokens have ends of their own, lookups no rows.
         own_ends = self.thresholds is not None or self.hsd.horizontal_tokens > 0
-        self.program = HostProgram(
+        sources = self._sources()
+        self.program = (HostProgram if sources is None else HostSources)(
             self.schedule,
             levels,
             groups,
             self.max_model_len,
             self.thresholds,
-            self._sources(),
+            sources,
             counts=self.counts.host,
             chosen=self.lookup.chosen.numpy() if isinstance(self.lookup, SourcesLookup) else None,
             caches=self.caches,
