@@ -83,7 +83,7 @@ docs: venv
 	$(BIN)/mkdocs build --strict
 
 # The shorter benchmarks, one after another; a failure does not stop the others. An hour or two.
-BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification cpu-matmul gpu-verification \
+BENCHMARKS := paper-tables cpu-verification gpu-verification \
 	predictions cascade-map several-drafts demo demo-cascade adaptive
 bench: venv
 	@failed=; \
@@ -103,17 +103,8 @@ bench-paper-tables: venv
 	$(BIN)/python -m benchmarks.paper_tables.verifiers
 	$(BIN)/python -m benchmarks.paper_tables.interleaved
 
-bench-kernel-builds: venv .overlay-triton-3.8.0
-	PYTHONPATH=$(CURDIR)/.overlay-triton-3.8.0 $(BIN)/python -m benchmarks.kernels.aot_usage
-
-bench-kernel-bytes: venv
-	$(BIN)/python -m benchmarks.kernels.count_bytes
-
 bench-cpu-verification: venv
 	$(BIN)/python -m benchmarks.kernels.bench_cpu_verify
-
-bench-cpu-matmul: venv
-	$(BIN)/python -m benchmarks.kernels.cpu_matmul_rows --output results/kernels
 
 bench-gpu-verification: venv
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
