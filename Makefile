@@ -84,7 +84,7 @@ docs: venv
 
 # The shorter benchmarks, one after another; a failure does not stop the others. An hour or two.
 BENCHMARKS := paper-tables cpu-verification gpu-verification \
-	predictions cascade-map several-drafts demo demo-cascade adaptive
+	predictions demo demo-cascade adaptive
 bench: venv
 	@failed=; \
 	for name in $(addprefix bench-,$(BENCHMARKS)); do \
@@ -113,13 +113,6 @@ bench-gpu-verification: venv
 
 bench-predictions: venv
 	$(BIN)/python -m benchmarks.planner.check_predictions --output results/planner
-
-# docs/when-cascades-pay.md: the map, several drafts.
-bench-cascade-map: venv
-	$(BIN)/python -m benchmarks.planner.cascade_map
-
-bench-several-drafts: venv
-	$(BIN)/python -m benchmarks.planner.several_drafts
 
 bench-demo: demo
 
