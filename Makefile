@@ -132,25 +132,9 @@ bench-papers: venv
 bench-assumptions: venv
 	$(BIN)/python -m benchmarks.paper_tables.assumptions $(PROFILE)
 
-# Entropies of drafts, accepted tokens and draft lengths over steps, on both turns of MT-Bench.
-bench-entropies: venv
-	$(BIN)/python -m benchmarks.studies.entropies $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
-
-# Hit rates of vLLM's prefix cache in conversations, with and without speculation.
-bench-prefix-hits: venv
-	$(BIN)/python -m benchmarks.studies.prefix_hits $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
-
 # What `adaptive` would draft, over the best fixed configuration of each set: replayed, no engine.
 bench-budget: venv
 	$(BIN)/python -m benchmarks.studies.simulated_budget $(FROM_PROMPTS)
-
-# A predicted text and forced tokens, below the family's target.
-bench-request-keys: venv
-	$(BIN)/python -m benchmarks.studies.request_keys
-
-# What a step spends its time on, by part of vLLM's runner.
-bench-step-shares: venv
-	$(BIN)/python -m benchmarks.studies.step_shares $(FROM_PROMPTS)
 
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.
