@@ -83,8 +83,8 @@ docs: venv
 	$(BIN)/mkdocs build --strict
 
 # The shorter benchmarks, one after another; a failure does not stop the others. An hour or two.
-BENCHMARKS := paper-tables kernel-builds kernel-bytes cpu-verification cpu-matmul gpu-verification \
-	predictions cascade-map several-drafts demo demo-cascade adaptive
+BENCHMARKS := paper-tables cpu-verification gpu-verification \
+	predictions demo demo-cascade adaptive
 bench: venv
 	@failed=; \
 	for name in $(addprefix bench-,$(BENCHMARKS)); do \
@@ -103,17 +103,8 @@ bench-paper-tables: venv
 	$(BIN)/python -m benchmarks.paper_tables.verifiers
 	$(BIN)/python -m benchmarks.paper_tables.interleaved
 
-bench-kernel-builds: venv .overlay-triton-3.8.0
-	PYTHONPATH=$(CURDIR)/.overlay-triton-3.8.0 $(BIN)/python -m benchmarks.kernels.aot_usage
-
-bench-kernel-bytes: venv
-	$(BIN)/python -m benchmarks.kernels.count_bytes
-
 bench-cpu-verification: venv
 	$(BIN)/python -m benchmarks.kernels.bench_cpu_verify
-
-bench-cpu-matmul: venv
-	$(BIN)/python -m benchmarks.kernels.cpu_matmul_rows --output results/kernels
 
 bench-gpu-verification: venv
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
@@ -122,13 +113,6 @@ bench-gpu-verification: venv
 
 bench-predictions: venv
 	$(BIN)/python -m benchmarks.planner.check_predictions --output results/planner
-
-# docs/when-cascades-pay.md: the map, several drafts.
-bench-cascade-map: venv
-	$(BIN)/python -m benchmarks.planner.cascade_map
-
-bench-several-drafts: venv
-	$(BIN)/python -m benchmarks.planner.several_drafts
 
 bench-demo: demo
 
@@ -148,25 +132,9 @@ bench-papers: venv
 bench-assumptions: venv
 	$(BIN)/python -m benchmarks.paper_tables.assumptions $(PROFILE)
 
-# Entropies of drafts, accepted tokens and draft lengths over steps, on both turns of MT-Bench.
-bench-entropies: venv
-	$(BIN)/python -m benchmarks.studies.entropies $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
-
-# Hit rates of vLLM's prefix cache in conversations, with and without speculation.
-bench-prefix-hits: venv
-	$(BIN)/python -m benchmarks.studies.prefix_hits $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
-
 # What `adaptive` would draft, over the best fixed configuration of each set: replayed, no engine.
 bench-budget: venv
 	$(BIN)/python -m benchmarks.studies.simulated_budget $(FROM_PROMPTS)
-
-# A predicted text and forced tokens, below the family's target.
-bench-request-keys: venv
-	$(BIN)/python -m benchmarks.studies.request_keys
-
-# What a step spends its time on, by part of vLLM's runner.
-bench-step-shares: venv
-	$(BIN)/python -m benchmarks.studies.step_shares $(FROM_PROMPTS)
 
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.

@@ -38,7 +38,6 @@ def lines(
     panel: str | None = None,
     error: str | None = None,
     title: str = "",
-    labels: Mapping[str, str] | None = None,
     **axes_settings: Any,
 ) -> None:
     """Means of measures over a column, a line for every configuration.
@@ -50,7 +49,6 @@ def lines(
         x, line, panel: columns; rows with the same values of all three are averaged.
         measures: column -> label of the vertical axis.
         error: column with half the length of the error bars.
-        labels: panel -> label of the horizontal axis (default: x).
         axes_settings: of every panel, as for `Axes.set`.
     """
     panels = values(rows, panel) if panel else [""]
@@ -61,7 +59,7 @@ def lines(
         flat = list(figure.subplots(down, across, squeeze=False, **sharing).flat)
         for axes, (measure, name) in zip(flat, itertools.product(measures, panels), strict=False):
             own = [row for row in rows if not panel or row[panel] == name]
-            axes.set(title=name, ylabel=measures[measure], xlabel=(labels or {}).get(name, x))
+            axes.set(title=name, ylabel=measures[measure], xlabel=x)
             _panel(axes, own, x, line, measure, error)
             axes.set(**axes_settings)
         for axes in flat[len(panels) * len(measures) :]:

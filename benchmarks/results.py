@@ -16,7 +16,6 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,15 @@ PARTS, REQUESTS, FEWEST = 4, 2.5, 20
 MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
 FAMILY_INT8 = f"{FAMILY}, 8-bit drafter"
-FAMILY_PEER, FAMILY_INT8_PEER = f"{FAMILY}, vLLM's", f"{FAMILY}, 0.5B in 8 bits"
-FAMILY_SOURCES, FAMILY_PLANNED = f"{FAMILY}, sources", f"{FAMILY}, planned"
+FAMILY_PEER, FAMILY_SOURCES = f"{FAMILY}, vLLM's", f"{FAMILY}, sources"
+FAMILY_PLANNED = f"{FAMILY}, planned"
 # Those with several streams: of the family two engines, whose caches take the memory of others.
 FAMILY_STREAMS = f"{FAMILY}, under load"
 
-DRAFTERS: dict[str, Callable[[], Path]] = {
-    "0.5B": lambda: qwen_coder("0.5B"),
-    "8-bit 0.5B": lambda: int8_copy(qwen_coder("0.5B")),
-}
 
-
-def family(name: str) -> dict[str, Config]:
+def family(name: str, drafter: Path) -> dict[str, Config]:
     """A lookup and a drafter, alone and as a cascade; one engine serves all of fixed lengths."""
-    small = {"model": os.path.relpath(DRAFTERS[name]())}
+    small = {"model": os.path.relpath(drafter)}
     return {
         f"suffix 8 < {name} 8": fixed({"suffix": {}, "num_tokens": 8}, small, length=8),
         f"{name} 3": fixed(small, length=3),
@@ -68,7 +62,7 @@ def planned() -> dict[str, Config]:
     """What `planner.check_predictions` chose of all prompts of the demo, and the drafters that it
     expects to be fastest alone, of all and of edits, at temperature 0 (lengths 4) and 1 (3): to be
     named by `--only`; next to fixed lengths of no plan."""
-    small = {"model": os.path.relpath(DRAFTERS["0.5B"]())}
+    small = {"model": os.path.relpath(qwen_coder("0.5B"))}
     return {
         "suffix 8 < 0.5B 8": fixed({"suffix": {}, "num_tokens": 8}, small, length=8),
         "suffix 3 < 0.5B 4": fixed({"suffix": {}, "num_tokens": 3}, small, length=4),
@@ -80,11 +74,11 @@ def planned() -> dict[str, Config]:
     }
 
 
-def peer(name: str) -> dict[str, Config]:
-    """vLLM's own method with a drafter, and ours, apart: four targets take too much memory."""
-    model = os.path.relpath(DRAFTERS[name]())
+def peer() -> dict[str, Config]:
+    """vLLM's own method with the 0.5B, and ours, apart: four targets take too much memory."""
+    model = os.path.relpath(qwen_coder("0.5B"))
     own = {"method": "draft_model", "num_speculative_tokens": 3, "model": model}
-    return {f"vLLM's draft_model 3, {name}": own, **adaptive(name, model)}
+    return {"vLLM's draft_model 3, 0.5B": own, **adaptive("0.5B", model)}
 
 
 def adaptive(name: str, model: str) -> dict[str, Config]:
@@ -93,13 +87,13 @@ def adaptive(name: str, model: str) -> dict[str, Config]:
     return {f"suffix < {name}, adaptive": fixed(*levels, length=8, adaptive=True)}
 
 
-def sources(name: str) -> dict[str, Config]:
-    """A lookup next to a drafter, the better offer of each step, and the lookup below it."""
-    model = os.path.relpath(DRAFTERS[name]())
+def sources() -> dict[str, Config]:
+    """A lookup next to the 0.5B, the better offer of each step, and the lookup below it."""
+    model = os.path.relpath(qwen_coder("0.5B"))
     together = {"sources": [{"suffix": {}}, {"model": model}]}
     return {
-        f"suffix or {name}, adaptive": fixed(together, length=8, adaptive=True),
-        **adaptive(name, model),
+        "suffix or 0.5B, adaptive": fixed(together, length=8, adaptive=True),
+        **adaptive("0.5B", model),
     }
 
 
@@ -115,14 +109,13 @@ def smollm() -> dict[str, Config]:
 
 
 GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
-    FAMILY: partial(family, "0.5B"),
-    FAMILY_INT8: partial(family, "8-bit 0.5B"),
+    FAMILY: lambda: family("0.5B", qwen_coder("0.5B")),
+    FAMILY_INT8: lambda: family("8-bit 0.5B", int8_copy(qwen_coder("0.5B"))),
     SMALL: smollm,
-    FAMILY_PEER: partial(peer, "0.5B"),
-    FAMILY_INT8_PEER: partial(peer, "8-bit 0.5B"),
-    FAMILY_SOURCES: partial(sources, "0.5B"),
+    FAMILY_PEER: peer,
+    FAMILY_SOURCES: sources,
     FAMILY_PLANNED: planned,
-    FAMILY_STREAMS: lambda: adaptive("0.5B", os.path.relpath(DRAFTERS["0.5B"]())),
+    FAMILY_STREAMS: lambda: adaptive("0.5B", os.path.relpath(qwen_coder("0.5B"))),
 }
 # Whose tables docs/results.md shows, above temperature 0 with one request.
 SHOWN = FAMILY, FAMILY_PEER, FAMILY_PLANNED, FAMILY_STREAMS, SMALL

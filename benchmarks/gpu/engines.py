@@ -160,8 +160,6 @@ def eager_reason(seen: dict[str, Any]) -> str | None:
     """Why a cascade's proposals are not replayed from CUDA graphs, None if they are."""
     if seen["proposal_graphs"]:
         return None
-    if seen["proposal_graphs"] is None:
-        return "proposals ran eagerly: this version of the plugin captures none"
     return "proposals ran eagerly: none was captured, see the engine's log"
 
 
@@ -175,10 +173,7 @@ def _describe(worker: Any) -> dict[str, Any]:
         "drafter": type(speculator).__name__,
         "verifier": type(getattr(runner, "rejection_sampler", None)).__name__,
         "cudagraph_mode": worker.vllm_config.compilation_config.cudagraph_mode.name,
-        # None where the plugin has no graphs of proposals at all.
-        "proposal_graphs": None
-        if not hasattr(speculator, "graphs")
-        else len(getattr(graphs, "graphs", ())),
+        "proposal_graphs": len(getattr(graphs, "graphs", ())),
     }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from vllm_hsd.kernels.chain_verify import ChainResult, verify_chain_padded
-from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row
 
 
@@ -56,20 +55,7 @@ class Drafts:
     def batch(self) -> int:
         return self.seeds.shape[0]
 
-    def overlap(self) -> float:
-        """Mean of sum(min(p, q)) at the first draft position: the standard acceptance rate."""
-        temperature = self.temperature[0] if self.temperature[0] > 0 else 1.0
-        rows = range(0, min(self.batch, 16))
-        shared = [
-            torch.minimum(
-                (self.target[i * (self.n + 1)].float() / temperature).softmax(-1),
-                (self.draft[i * self.n].float() / temperature).softmax(-1),
-            ).sum()
-            for i in rows
-        ]
-        return float(sum(shared) / len(shared))
-
-    def ours(self, method: str, lse: bool, thresholds: torch.Tensor | None = None) -> ChainResult:
+    def ours(self, method: str, lse: bool) -> ChainResult:
         arguments = self.vllm_arguments
         return verify_chain_padded(
             self.target,
@@ -81,20 +67,7 @@ class Drafts:
             max_draft_tokens=self.n,
             method=method,
             draft_lse=self.lse.view(self.batch, self.n) if lse else None,
-            thresholds=thresholds,
         )
-
-    def filtered(self, method: str, top_k: int, top_p: float) -> ChainResult:
-        """Verification with a top-k and a top-p of the target, as the V2 runner does it."""
-        arguments = self.vllm_arguments
-        filters = Filters(
-            torch.full_like(arguments["idx_mapping"], top_k),
-            torch.full_like(self.temperature, top_p),
-            torch.zeros_like(self.temperature),
-        )
-        index = arguments["expanded_idx_mapping"]
-        thresholds = row_thresholds(self.target, self.temperature, filters, index=index)
-        return self.ours(method, True, thresholds)
 
     @cached_property
     def vllm_arguments(self) -> dict[str, Any]:

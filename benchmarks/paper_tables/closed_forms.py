@@ -78,18 +78,3 @@ def interleaved_tokens(alpha: float, beta: float, m: int, n: int) -> float:
     block = alpha * beta**n
     blocks = block ** np.arange(m + 1)
     return float((beta ** np.arange(n + 1)).sum() * blocks[:-1].sum() + blocks[-1])
-
-
-def interleaved_speedup(
-    alpha: float, beta: float, m: int, n: int, medium_cost: float, small_cost: float
-) -> float:
-    """Expected speed-up of the interleaved cascade over no speculation (Theorem 3.4).
-
-    Args:
-        medium_cost: c, time of a medium step over a target step.
-        small_cost: c_s, time of a small step over a medium step.
-
-    Source: An Exploration of Hierarchical Speculative Decoding, Theorem 3.4.
-    """
-    time = 1.0 + m * medium_cost + m * n * medium_cost * small_cost
-    return interleaved_tokens(alpha, beta, m, n) / time

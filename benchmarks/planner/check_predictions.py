@@ -117,7 +117,7 @@ def cascades_to_run(search: Search, rng: np.random.Generator, each: int) -> list
 
 
 def run_for_real(
-    cascades: Sequence[Selection], timing: Timing, repeats: int, passes: Sequence[dict] = ()
+    cascades: Sequence[Selection], timing: Timing, repeats: int, passes: Sequence[dict]
 ) -> tuple[list[list[dict]], tuple[list[dict], list[dict]]]:
     """Recordings of every cascade, then of no speculation, all of which continue the same prompts.
 
@@ -127,16 +127,14 @@ def run_for_real(
     Returns:
         recordings by cascade; and those of the passes, with and without speculation.
     """
-    (batch,) = timing.task.batch_sizes
     groups: list[list[dict]] = [[] for _ in range(len(cascades) + 1)]
     timed: tuple[list[dict], list[dict]] = ([], [])
     with timing.engine(True) as speculating, timing.engine(False) as plain:
         for repeat in range(repeats):
-            common = {"batch": batch, "first_prompt": repeat * batch}
-            if passes:
-                timed[0].extend(timing.run(speculating, passes[repeat::repeats]))
-                alone = {**timing.plain_settings(repeat)[0], "tokens": PLAIN_TOKENS}
-                timed[1].extend(timing.run(plain, [alone]))
+            common = {"batch": 1, "first_prompt": repeat}
+            timed[0].extend(timing.run(speculating, passes[repeat::repeats]))
+            alone = {**timing.plain_settings(repeat)[0], "tokens": PLAIN_TOKENS}
+            timed[1].extend(timing.run(plain, [alone]))
             common["tokens"] = timing.task.text_tokens
             settings = [
                 {"levels": list(c.levels), "draft_lengths": list(c.draft_lengths), **common}
@@ -146,7 +144,7 @@ def run_for_real(
             # Without acceptance there is little to average over.
             if repeat % PLAIN_EVERY == 0:
                 (alone,) = timing.run(plain, [{"levels": [], "draft_lengths": [], **common}])
-                alone["emitted"] = sum(step["batch"] for step in alone["steps"])
+                alone["emitted"] = len(alone["steps"])
                 found.append(alone)
             for group, recording in zip(groups, found, strict=False):
                 group.append(recording)
@@ -158,21 +156,17 @@ def own_latencies(timing: Timing, groups: list[list[dict]]) -> Latencies:
     return timing.latencies(list(itertools.chain(*groups[:-1])), groups[-1])
 
 
-def spent_and_emitted(group: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds, drafting included, and tokens of every recording: [recordings] each."""
-    spent = np.array([sum(step["ms"] + step["drafting_ms"] for step in r["steps"]) for r in group])
-    return spent, np.array([recording["emitted"] for recording in group])
-
-
-def summary(group: list[dict], batch: int) -> tuple[float, float, float]:
+def summary(group: list[dict]) -> tuple[float, float, float]:
     """(ms per token, its standard error, tokens per step) of one group of recordings."""
-    spent, emitted = spent_and_emitted(group)
-    calls = sum(step["batch"] for recording in group for step in recording["steps"])
+    # Drafting included.
+    spent = np.array([sum(step["ms"] + step["drafting_ms"] for step in r["steps"]) for r in group])
+    emitted = np.array([recording["emitted"] for recording in group])
+    calls = sum(len(recording["steps"]) for recording in group)
     mean = spent.sum() / emitted.sum()
     # Standard error of a ratio of sums over repeats; of one there is none.
     freed = len(group) / (len(group) - 1) if len(group) > 1 else np.nan
     error = np.sqrt(freed * ((spent - mean * emitted) ** 2).sum()) / emitted.sum()
-    return batch * mean, batch * error, emitted.sum() / calls
+    return mean, error, emitted.sum() / calls
 
 
 def predicted(search: Search, cascades: list[Selection], times: Latencies) -> list[Prediction]:
@@ -235,13 +229,8 @@ def main() -> None:
     parser = options(__doc__, RESULTS / "predictions")
     parser.add_argument("--family", action="store_true", help="Qwen2.5-Coder 1.5B and 0.5B")
     parser.add_argument("--each", type=int, default=5, help="best and random cascades to run")
-    parser.add_argument("--exits", nargs="*", type=int, default=[2])
-    parser.add_argument("--pairs", action="store_true", help="with a bigram model")
-    parser.add_argument("--ngram", action="store_true", help="with a prompt lookup")
-    parser.add_argument("--bigram", action="store_true", help="with a lookup of likeliest pairs")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-draft-tokens", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--prompts", type=Path, help="default: those of the target's kind")
     parser.add_argument(
         "--repeats", type=int, default=40, help="answers of every cascade, prompts in turn"
@@ -266,10 +255,7 @@ def main() -> None:
         own_prompts, dtype = MODELS / "prompts.jsonl", "float32"
         found = candidates(
             models=[str(MODELS / name) for name in ("small", "mid")],
-            exits=arguments.exits,
-            bigram_model=str(MODELS / "library.safetensors") if arguments.pairs else None,
-            ngram=4 if arguments.ngram else None,
-            bigram=str(MODELS / "library.safetensors") if arguments.bigram else None,
+            exits=[2],
         )
     models = ModelSet(source, found)
     task = Task(
@@ -280,14 +266,12 @@ def main() -> None:
         text_tokens=arguments.tokens,
         contexts=(REAL if arguments.family else TINY)[1],
         engine_args={**ENGINE, "dtype": dtype, **engine},
-        batch_sizes=[arguments.batch_size],
+        batch_sizes=[1],
         clock=arguments.clock,
     )
     file = arguments.prompts or own_prompts
     prompts = read_prompts(file)[: arguments.repeats]
-    # A batch may hold prompts of several kinds.
-    alone = arguments.batch_size == 1
-    kinds = by_kind(file, len(prompts)) if alone else {ALL: list(range(len(prompts)))}
+    kinds = by_kind(file, len(prompts))
     longest = 1024 if arguments.family else 256
     contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
     timing = Timing(task, contexts, models.vocabulary, arguments.output)
@@ -320,7 +304,7 @@ def main() -> None:
         del models
         profiles = measured_profiles(paths, acceptances, timing)
     # Drafts never pass the end of a request: short requests draft a little less.
-    constraints = Constraints(batch=arguments.batch_size, output_tokens=arguments.tokens)
+    constraints = Constraints(output_tokens=arguments.tokens)
     searches = {kind: Search(profile, constraints) for kind, profile in profiles.items()}
     cascades = cascades_to_run(searches[ALL], np.random.default_rng(arguments.seed), arguments.each)
     chosen = {kind: fastest(search, 1)[0] for kind, search in searches.items()}
@@ -331,7 +315,7 @@ def main() -> None:
     latencies, own = timing.latencies(*timed), own_latencies(timing, groups)
     names = [label(profiles[ALL], cascade) for cascade in [*cascades, Selection((), ())]]
     target = "Qwen2.5-Coder 1.5B" if arguments.family else "tiny target"
-    title = f"{target}, batch size {arguments.batch_size}, {arguments.clock} time"
+    title = f"{target}, {arguments.clock} time"
     rows = []
     for kind, indices in kinds.items():
         # No speculation runs on few prompts: on none of some kinds.
@@ -342,7 +326,7 @@ def main() -> None:
         selections = list(cascades)
         if kind == ALL:
             runs, selections = groups, [*cascades, Selection((), ())]
-        real = [summary(group, arguments.batch_size) for group in runs]
+        real = [summary(group) for group in runs]
         predictions, at_own_times = (
             predicted(searches[kind], selections, times) for times in (latencies, own)
         )

@@ -11,7 +11,7 @@ per request.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -39,12 +39,10 @@ def configurations() -> dict[str, dict[str, Any] | None]:
     }
 
 
-def measure(
-    engines: Sweep, streams: Sequence[int], sampling: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def measure(engines: Sweep, streams: Sequence[int], temperature: float) -> list[dict[str, Any]]:
     """A row per phase and configuration; `x` is the phase, the batch size its streams."""
     rows = []
-    params = {**engines.params, **sampling}
+    params = {**engines.params, "temperature": temperature}
     prompts, names = itertools.cycle(engines.setup.prompt_ids), engines.names
     for index in range(len(names)):
         # What was written to memory while other engines started may have left it.
@@ -65,7 +63,7 @@ def measure(
                 {
                     "x": phase,
                     "batch_size": count,
-                    "temperature": sampling["temperature"],
+                    "temperature": temperature,
                     "configuration": name,
                     **times(own, plain),
                     "per_token": pace / pace_of_plain,
@@ -85,13 +83,7 @@ def main() -> int:
     parser = sweep.options(__doc__, RESULTS / "adaptive")
     parser.add_argument("--streams", type=integers, default=[1, 4, 16, 64, 1])
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, help="of every request (default: none)")
     options = parser.parse_args()
-    sampling, engine = {"temperature": options.temperature}, dict[str, Any]()
-    if options.seed is not None:
-        sampling["seed"] = options.seed
-        # On a CPU vLLM 0.32 cannot cut the prompt of a seeded request without speculation.
-        engine["max_num_batched_tokens"] = 16384
     prompts = [
         [{"role": "user", "content": text}]
         for texts in zip(*read_prompts().values(), strict=True)
@@ -103,9 +95,8 @@ def main() -> int:
         prompts,
         batch_sizes=sorted(set(options.streams)),
         temperatures=[options.temperature],
-        **engine,
     ) as engines:
-        rows = measure(engines, options.streams, sampling)
+        rows = measure(engines, options.streams, options.temperature)
     table = Table(options.output / "adaptive.csv")
     table.path.unlink(missing_ok=True)
     table.add(rows)
@@ -119,7 +110,7 @@ def main() -> int:
             "draft_length": "mean draft\nlength",
             "no_draft": "share without\na draft",
         },
-        labels={"": f"phase: {', '.join(map(str, options.streams))} streams"},
+        xlabel=f"phase: {', '.join(map(str, options.streams))} streams",
         title=f"{options.dtype}, {table.rows[0]['machine']}, commit {commit()}",
     )
     print(f"Written: {table.path}, {table.path.with_suffix('.png')}")

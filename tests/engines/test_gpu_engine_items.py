@@ -90,7 +90,7 @@ def test_levels(setting, text_family, tmp_path):
 def test_defaults(setting):
     found = defaults.run(setting)
     assert [line.split(";")[0] for line in found.lines] == [
-        "two levels: 5 requests of 30 tokens",
+        "sources below a model: 5 requests of 30 tokens",
         "three levels, adaptive: 5 requests of 30 tokens",
     ]
 

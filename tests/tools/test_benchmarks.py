@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 
 from benchmarks.common import REPOSITORY, write_csv
-from benchmarks.kernels import cpu_matmul_rows
 from benchmarks.models import smollm2 as conversion
 
 
@@ -35,21 +34,6 @@ def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path, monkeypat
         rows = list(csv.DictReader(file))
     assert [row["rate"] for row in rows] == ["0.5000", "1.0000"]
     assert all(row["commit"] and "1 thread" in row["machine"] for row in rows)
-
-
-def test_a_product_that_a_cpu_does_not_have_is_left_out(tmp_path, monkeypatch, capsys):
-    def seconds(shape, dtype, rounds):
-        if dtype == torch.bfloat16:
-            raise RuntimeError("could not create a primitive descriptor")
-        return dict.fromkeys(cpu_matmul_rows.ROWS, 0.002)
-
-    monkeypatch.setattr(cpu_matmul_rows, "seconds_by_rows", seconds)
-    monkeypatch.setattr("sys.argv", ["cpu_matmul_rows", "--output", str(tmp_path)])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    cpu_matmul_rows.main()
-    assert capsys.readouterr().out.startswith("bfloat16 is left out: oneDNN has no product of it")
-    with (tmp_path / "cpu_matmul_rows.csv").open() as file:
-        assert {row["dtype"] for row in csv.DictReader(file)} == {"float32"}
 
 
 def test_processes_that_ask_at_once_convert_once(tmp_path, monkeypatch):

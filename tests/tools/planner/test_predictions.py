@@ -127,6 +127,19 @@ def test_one_level_is_the_closed_form(acceptance):
     assert predicted.tokens_per_step == pytest.approx(closed_forms.expected_tokens(0.7, 6))
 
 
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_a_lower_model_that_is_always_or_never_right(n):
+    """All its drafts are accepted, or every token of the model above takes a pass; the last has no
+    room for one."""
+    for right, drafted, passes in ((1.0, n - 1, 1), (0.0, 1, n)):
+        rates = [[1, right, 0.8 * right], [right, 1, 0.8], [0.8 * right, 0.8, 1]]
+        found = flat(Acceptance(independent_survival(rates, LONGEST)), 0.03, 0.3, 1)
+        step = 1 + passes * 0.3 + (n - 1) * 0.03
+        predicted = predict.predict(Selection((0, 1), (drafted, n)), found)
+        expected = step / closed_forms.expected_tokens(0.8, n)
+        assert predicted.ms_per_token == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_the_graph_agrees_with_the_prediction_when_latencies_ignore_uncached_tokens(
     acceptance, recorded
