@@ -132,9 +132,17 @@ bench-papers: venv
 bench-assumptions: venv
 	$(BIN)/python -m benchmarks.paper_tables.assumptions $(PROFILE)
 
+# Hit rates of vLLM's prefix cache in conversations, with and without speculation.
+bench-prefix-hits: venv
+	$(BIN)/python -m benchmarks.studies.prefix_hits $(if $(PROMPTS),--prompts $(PROMPTS)/mt_bench.jsonl)
+
 # What `adaptive` would draft, over the best fixed configuration of each set: replayed, no engine.
 bench-budget: venv
 	$(BIN)/python -m benchmarks.studies.simulated_budget $(FROM_PROMPTS)
+
+# A predicted text and forced tokens, below the family's target.
+bench-request-keys: venv
+	$(BIN)/python -m benchmarks.studies.request_keys
 
 # Everything that only a GPU can show, item by item; goes on where it was ended. Builds no .venv: a
 # host without a network brings its packages (docs/gpu-proof.md). ARGS="--seconds 540", for example.
