@@ -221,14 +221,6 @@ def _write_point_masses(rows, token_ids):
     rows.fill_(-float("inf")).scatter_(1, token_ids.long()[:, None], 0.0)
 
 
-def pass_entropies_on(thresholds, state):
-    for b in range(state.batch):
-        origin, n = int(state.origin[b]), int(state.drafted[0, b])
-        if origin >= 0:
-            for kept in (thresholds.entropy, thresholds.drafter):
-                kept[-1][b, origin : origin + n] = kept[0][b, :n]
-
-
 def end_unsure_drafts(thresholds, state, op, logits, result=None):
     k, measured = op.level, thresholds.stopping[op.level]
     width = len(logits) // state.batch
