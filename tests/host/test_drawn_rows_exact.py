@@ -173,9 +173,9 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, cut=None, **faults):
         # The scheduler has cut the last row.
         (2, 2, {"cut": 5}),
         (2, 1, {"steps": 2}),
-        pytest.param(3, 2, {}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {"vocabulary": 3}, marks=pytest.mark.slow),
-        pytest.param(2, 3, {}, marks=pytest.mark.slow),
+        (3, 2, {}),
+        (2, 2, {"vocabulary": 3}),
+        (2, 3, {}),
     ],
 )
 def test_a_step_has_the_distribution_of_the_target(drafts, length, settings):

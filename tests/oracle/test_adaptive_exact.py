@@ -17,7 +17,7 @@ import pytest
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
 from support.drafting_levels import drafting_levels
-from support.marks import slow, slow_but
+from support.marks import slow_but
 from support.programs import MAX_NUM_REQS, Engine
 
 from vllm_hsd.cascade.level import StepLevels
@@ -239,7 +239,7 @@ def test_drafts_that_end_by_their_rows_are_lossless(kinds, verifier):
     assert bias(EndsByRows(), kinds, verifier)[0] == 0
 
 
-@pytest.mark.parametrize("kinds", ["lookup", "model", "lookup, model", *slow("model, model")])
+@pytest.mark.parametrize("kinds", ["lookup", "model", "lookup, model", "model, model"])
 def test_forced_tokens_are_lossless(kinds):
     assert bias(Forces(), kinds, "block")[0] == 0
 

@@ -200,11 +200,11 @@ ENTROPY = {"stopping": ("entropy",) * 3}
         ((1, 3), (), "block", {"horizontal_tokens": 1}),
         ((1, 3), (), "block", ENTROPY | {"horizontal_tokens": 1}),
         *(
-            pytest.param(*case, settings, marks=pytest.mark.slow)
+            (*case, settings)
             for case in (((1, 2, 3), (1, 2), "block"), ((1, 2, 3), (2, 1), "standard"))
             for settings in ({}, ENTROPY)
         ),
-        *(pytest.param((2, 3), (2,), v, {}, marks=pytest.mark.slow) for v in VERIFIERS),
+        *(((2, 3), (2,), v, {}) for v in VERIFIERS),
     ],
 )
 def test_a_step_has_the_distribution_of_the_target(lengths, rounds, verifier, settings):
