@@ -1,8 +1,10 @@
 """vLLM's adaptive verification over our drafters and verifier, with tables for models."""
 
 import itertools
+from collections.abc import Iterator
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,12 +12,11 @@ import torch
 from oracle.distributions import chain_distribution
 from oracle.exact import Choices, Table, Tokens, deviation, extended
 from oracle.test_program_exact import Chosen, exact_engine, proposed
-from support.adaptive_tables import AdaptiveTableRunner, without_a_gpu
 from support.exact_joint_distribution import chi_square_p_value
-from support.programs import MAX_NUM_REQS, reference_steps
-from support.table_drafters import TableDrafter, cascade, tables
+from support.programs import MAX_NUM_REQS
+from support.table_drafters import DraftModelSpeculator, TableDrafter, cascade, tables
 from support.table_runner import OnlineAcceptanceEstimator, TableRunner, joint
-from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_hsd.cascade.adaptive_verification import MOST, BoundedConfidence, DraftConfidence
 from vllm_hsd.config.cascade_config import CascadeConfig
@@ -24,9 +25,67 @@ from vllm_hsd.host.head_sources import with_lookups
 
 
 @pytest.fixture(autouse=True)
-def hosted():
-    with without_a_gpu():
+def without_a_gpu() -> Iterator[None]:
+    """Streams and events, which order copies, do nothing, and nothing is compiled."""
+    nothing = mock.MagicMock()
+    names = dict.fromkeys(("Stream", "Event", "current_stream", "set_stream"), nothing)
+    plain = adaptive_verification._assign_draft_token_budget
+    with (
+        mock.patch.multiple(torch.cuda, **names),
+        mock.patch.object(adaptive_verification, "_assign_draft_token_budget_compiled", plain),
+    ):
         yield
+
+
+class AdaptiveTableRunner(TableRunner):
+    """A `TableRunner` whose drafts vLLM's manager cuts.
+
+    `admits` draft tokens of a step cost nothing; further ones cost more than they give.
+    """
+
+    def __init__(self, *args, admits: int, **options) -> None:
+        super().__init__(*args, adapts=True, **options)
+        self.manager = adaptive_verification.AdaptiveVerificationManager(
+            self.states,
+            torch.zeros(self.count + 1, dtype=torch.int32),
+            num_bonus_tokens=1,
+            max_total_logits=self.count * (self.length + 1),
+        )
+        tokens = self.count * (self.length + 1)
+        dear = self.count + admits + 1
+        self.manager.cost_tables = adaptive_verification.build_cost_tables_from_curves(
+            [(self.count, 0.0)], [(dear - 1, 1.0), (dear, 1e6), (tokens, 1e6)], self.count, tokens
+        )
+        for slot in self.slots.tolist():
+            self.manager.add_request(slot)
+        # Draft tokens of each request that the last step verified.
+        self.admitted = torch.zeros(self.count, dtype=torch.int64)
+
+    def input_batch(self) -> SimpleNamespace:
+        """As the base's, with as many draft tokens of each request as are admitted."""
+        if self.drafted is None:
+            return super().input_batch()
+        requests, longest = [str(i) for i in range(self.count)], self.drafted.shape[1]
+        drafts = np.full(self.count, longest, dtype=np.int32)
+        self.manager.get_num_tokens(
+            dict.fromkeys(requests, longest + 1), {each: [-1] * longest for each in requests}
+        )
+        # On the host they are spread evenly, or as they were before.
+        _, host_starts = self.manager.compact_batch(
+            drafts, drafts + 1, np.arange(self.count + 1, dtype=np.int32) * (longest + 1)
+        )
+        # vLLM 0.33 adds what the host may know.
+        starts, queries, *_ = self.manager.reallocate_drafts(requests, self.slots)
+        self.admitted = starts.diff().long() - 1
+        tokens = torch.cat((self.states.last_sampled_tokens[self.slots], self.drafted), 1)
+        return self.batch_of(tokens, starts, host_starts, queries[: self.count + 1])
+
+    def propose(self, *num_tokens: torch.Tensor) -> None:
+        """As the base's, between what vLLM's runner does for adaptive verification."""
+        DraftModelSpeculator.observe_verification(self.drafter, self.slots, *num_tokens)
+        super().propose(*num_tokens)
+        batch = SimpleNamespace(num_reqs=self.count, idx_mapping=self.slots)
+        self.manager.record_confidences(self.drafter.draft_token_confidence_probs, batch)
 
 
 def runner(params, name=None, *, admits):
@@ -112,7 +171,8 @@ def bias(rule, budget: int) -> float:
         weight = np.prod([float(rows[r][i][pair[r][i]]) for r in range(2) for i in range(2)])
         probs = torch.tensor([[rule(rows[r][i], pair[r][i]) for i in range(2)] for r in range(2)])
         admitted = torch.full((2,), 2, dtype=torch.int32)
-        _assign_draft_token_budget(probs.float(), torch.arange(2), admitted, budget, 2)
+        share = adaptive_verification._assign_draft_token_budget
+        share(probs.float(), torch.arange(2), admitted, budget, 2)
         one, other = (memory[r, pair[r], int(admitted[r])] for r in range(2))
         found += weight * one[:, None] * other
     exact = [emitted(target, draft, (0, 0), 0) for target, draft in models]
@@ -248,7 +308,7 @@ def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
     def generate(choices: Choices) -> Tokens:
         chosen.begin(choices)
         confidence.begin(slots, torch.ones(MAX_NUM_REQS))
-        [draft] = engine.propose(plain)
+        [draft] = engine.propose()
         confidence.publish(probs, slots)
         if by_token:
             rows = proposed(engine.state.rows[-1][0], draft, 2)
@@ -259,7 +319,7 @@ def program_bias(lengths, by_token=False, **keys) -> tuple[Fraction, set[int]]:
         accepted, token = chosen.target_step(target, draft[:kept], "block")
         return (*draft[:accepted], token)
 
-    with reference_steps(engine, **chosen.functions) as plain:
+    with chosen.draws():
         return deviation(generate, target, 4), left_out
 
 

@@ -18,7 +18,7 @@ from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import Chosen, exact_engine, exact_row
 from support import kernel_reference as reference
 
-from vllm_hsd.cascade import program, several_drafts
+from vllm_hsd.cascade import several_drafts
 from vllm_hsd.host.drawn_branches import DrawnBranches
 from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
@@ -155,10 +155,9 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, cut=None, **faults):
 
     sample = faults.get("sample", lambda original: original)(chosen.sample_row)
     verify = faults.get("verify", lambda original: original)(step.verify_tree)
-    thresholds = reference.row_thresholds
     with (
-        mock.patch.multiple(program, sample_row=sample, row_thresholds=thresholds),
-        mock.patch.object(several_drafts, "row_thresholds", thresholds),
+        chosen.draws(sample_row=sample),
+        mock.patch.object(several_drafts, "row_thresholds", reference.row_thresholds),
         mock.patch("vllm_hsd.kernels.drawn_rows.verify_tree", verify),
         mock.patch("vllm_hsd.kernels.blocks.LOGIT_DTYPES", (torch.float64,)),
         mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
@@ -174,9 +173,9 @@ def bias(drafts: int, length: int, vocabulary=2, steps=1, cut=None, **faults):
         # The scheduler has cut the last row.
         (2, 2, {"cut": 5}),
         (2, 1, {"steps": 2}),
-        pytest.param(3, 2, {}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {"vocabulary": 3}, marks=pytest.mark.slow),
-        pytest.param(2, 3, {}, marks=pytest.mark.slow),
+        (3, 2, {}),
+        (2, 2, {"vocabulary": 3}),
+        (2, 3, {}),
     ],
 )
 def test_a_step_has_the_distribution_of_the_target(drafts, length, settings):

@@ -1,6 +1,5 @@
 """The CPU's program against the reference cascade, whatever levels take part in a step."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from host.test_program import PLAIN, without_rounds
-from support.programs import MAX_NUM_REQS, PROMPT, Engine, reference_steps
+from support.programs import MAX_NUM_REQS, PROMPT, Engine
 
-from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import StepLevels
 from vllm_hsd.cascade.program import ProgramSources
@@ -40,34 +38,27 @@ def selection(rng: np.random.Generator, lengths, requests: int) -> StepLevels | 
 SELECTED = [case for case in PLAIN if "none" not in case.get("verifiers", ())]
 
 
-@pytest.mark.parametrize(
-    ("case", "seed", "kernels"),
-    [
-        *((case, seed, False) for case in SELECTED for seed in range(3)),
-        *((case, 3, True) for case in SELECTED[:5]),
-    ],
-)
-def test_any_levels_of_a_step_as_the_cascade(case, seed, kernels):
+@pytest.mark.parametrize("case", SELECTED)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_levels_of_a_step_as_the_cascade(case, seed):
     case = {"vocabulary": 7, **without_rounds(case), "seed": seed}
     engine, rng, drafted = Engine(**case, host=True), np.random.default_rng(seed), set()
     engine.scales = ONE_SCALE[: len(case["lengths"])]
-    with nullcontext(cascade_steps) if kernels else reference_steps(engine) as steps:
-        for _ in range(6 if kernels else 12):
-            taken = selection(rng, case["lengths"], len(engine.index))
-            drafts = engine.propose(steps, taken)
-            assert drafts == engine.host_drafts(taken)
-            if any(drafts):
-                drafted.add(None if taken is None else taken.levels)
-            engine.keep_some(drafts, rng, steps)
-    assert kernels or len(drafted) > (len(case["lengths"]) > 1)
+    for _ in range(12):
+        taken = selection(rng, case["lengths"], len(engine.index))
+        drafts = engine.propose(taken)
+        assert drafts == engine.host_drafts(taken)
+        if any(drafts):
+            drafted.add(None if taken is None else taken.levels)
+        engine.keep_some(drafts, rng)
+    assert len(drafted) > (len(case["lengths"]) > 1)
 
 
 def test_a_level_that_is_left_out_passes_on_what_its_own_drafts_hold():
     engine = Engine((6, 3, 10), host=True, seed=4)
     engine.scales = ONE_SCALE
     assert engine.schedule.lengths_for_target == (3, 3, 10)
-    with reference_steps(engine) as steps:
-        drafts = engine.propose(steps, StepLevels((0,), (6,)))
+    drafts = engine.propose(StepLevels((0,), (6,)))
     assert [len(draft) for draft in drafts] == [3] * len(drafts)
 
 
@@ -82,11 +73,11 @@ def test_caches_that_claim_too_much_are_seen(lengths, monkeypatch):
 
     monkeypatch.setattr(HostProgram, "_forget_rejected", forget_too_little)
     engine, rng = Engine(lengths, host=True, seed=2), np.random.default_rng(0)
-    with reference_steps(engine) as steps, pytest.raises(AssertionError):
+    with pytest.raises(AssertionError):
         for _ in range(6):
-            drafts = engine.propose(steps)
+            drafts = engine.propose()
             assert drafts == engine.host_drafts()
-            engine.keep_some(drafts, rng, steps)
+            engine.keep_some(drafts, rng)
 
 
 def passes(engine: Engine) -> list[int]:
@@ -97,15 +88,14 @@ def passes(engine: Engine) -> list[int]:
 def test_only_what_is_wanted_runs():
     """Rounds go on until a draft is full, and no pass runs that no request wants."""
     engine = Engine((2, 6), host=True, seed=2, greedy=True)
-    with reference_steps(engine) as steps:
-        engine.propose(steps)
-        assert passes(engine)[1] >= 2
-        engine.propose(steps, StepLevels((0,), (2,)))
-        assert passes(engine) == [2, 0]
-        engine.propose(steps, StepLevels((1,), (6,)))
-        assert passes(engine) == [0, 6]
-        engine.propose(steps, StepLevels())
-        assert passes(engine) == [0, 0]
+    engine.propose()
+    assert passes(engine)[1] >= 2
+    engine.propose(StepLevels((0,), (2,)))
+    assert passes(engine) == [2, 0]
+    engine.propose(StepLevels((1,), (6,)))
+    assert passes(engine) == [0, 6]
+    engine.propose(StepLevels())
+    assert passes(engine) == [0, 0]
     assert (engine.length[engine.index.long()] == PROMPT).all()
 
 
@@ -123,7 +113,7 @@ def test_drafts_are_counted_for_the_level_that_drew_them():
     """Not for the one between it and the verifier, which was left out."""
     engine = Engine((3, 3, 9), host=True, seed=4)
     engine.scales = ONE_SCALE
-    engine.propose(selection=StepLevels((0, 2), (3, 9)))
+    engine.propose(StepLevels((0, 2), (3, 9)))
     lowest, left_out, _ = engine.state.counts.tolist()
     assert min(lowest[:3]) > 0 and not any(left_out)
 
@@ -155,17 +145,15 @@ def test_a_long_text_is_read_in_parts():
     assert caches.computed.tolist() == [ends.tolist()]
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-def test_a_request_whose_text_is_read_in_parts_drafts_later(kernels):
+def test_a_request_whose_text_is_read_in_parts_drafts_later():
     engine = Engine((2, 6), host=True, seed=2, greedy=True)
     limited = engine.program.caches.speculator
-    with nullcontext(cascade_steps) if kernels else reference_steps(engine) as steps:
-        # Each level reads the prompt of one request, as the others wait.
-        limited.max_num_tokens = PROMPT - 1
-        parts = [engine.propose(steps) for _ in range(3)]
-        assert [[bool(draft) for draft in part].count(True) for part in parts] == [1, 2, 3]
-        assert parts[2] == engine.host_drafts()
-        assert all(not draft or draft in parts[2] for part in parts for draft in part)
+    # Each level reads the prompt of one request, as the others wait.
+    limited.max_num_tokens = PROMPT - 1
+    parts = [engine.propose() for _ in range(3)]
+    assert [[bool(draft) for draft in part].count(True) for part in parts] == [1, 2, 3]
+    assert parts[2] == engine.host_drafts()
+    assert all(not draft or draft in parts[2] for part in parts for draft in part)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 2, 0]])
@@ -241,8 +229,7 @@ def test_nothing_is_drafted_for_a_request_whose_draft_has_ended(lookup):
         return slots != first
 
     engine.program.budget = mock.Mock(ends=bool, goes_on=goes_on)
-    with reference_steps(engine) as steps:
-        drafts = engine.propose(steps)
+    drafts = engine.propose()
     at_first, *later = [slots.count(first) for slots, _ in asked]
     assert at_first == 1 and later and not any(later)
     assert not any(unknown for _, unknown in asked)
@@ -267,8 +254,7 @@ def test_next_to_lookups_a_model_drafts_for_none_whose_text_it_has_not_read():
     sources = ProgramSources(nothing, choose, drawn, prefers, lambda: True)
     engine = Engine((3,), batch=2, requests=2, sources=sources, host=True)
     engine.program.trials = mock.Mock(due=lambda _: False)
-    with reference_steps(engine) as steps:
-        engine.propose(steps)
+    engine.propose()
     assert engine.program.lazy and kept == [([0, 3], [3, 3])]
 
 

@@ -89,19 +89,6 @@ def test_every_op_ends_drafts_as_its_reference(seed):
     assert ended
 
 
-@pytest.mark.every_kernel
-def test_entropies_of_horizontal_tokens_are_passed_on():
-    state, g = random_state(schedule_of(2, 3, 7), 3)
-    thresholds = random_thresholds(state, [True, False, True], g)
-    state.origin.copy_(torch.tensor([1, -1, 0, 5, 4]))
-    state.drafted[0] = torch.tensor([2, 1, 0, 2, 1])
-    expected = copy.deepcopy(thresholds)
-    entropy_stopping.pass_entropies_on(thresholds, state)
-    step_reference.pass_entropies_on(expected, state)
-    assert_equal(thresholds, expected)
-    assert thresholds.drafter[2][0, 1:3].equal(thresholds.drafter[0][0])
-
-
 @pytest.mark.parametrize("vocabulary", [70, 9000, 20000])
 def test_entropies_of_rows_of_several_chunks(vocabulary):
     schedule = schedule_of(3, 8)

@@ -1,7 +1,7 @@
-"""The program with its kernels reads nothing that was left over; tokens: `host/test_program.py`."""
+"""The program reads nothing that was left over; its tokens: `host/test_program.py`."""
 
 import torch
-from support.programs import Engine, reference_steps
+from support.programs import Engine
 from support.proposal_states import poison
 from torch.utils._pytree import tree_map_only
 
@@ -25,8 +25,7 @@ def test_no_op_reads_what_neither_stage_nor_an_earlier_op_wrote():
     """Twice on poisoned buffers, as two replays of one graph, against clean ones."""
     lengths, rounds = (2, 3, 6), (1, 2)
     clean, engine = Engine(lengths, rounds, seed=6), Engine(lengths, rounds, seed=6)
-    with reference_steps(clean) as steps:
-        expected = clean.propose(steps)
+    expected = clean.propose()
     for _ in range(2):
         poisoned(engine)
         assert engine.propose() == expected
@@ -44,8 +43,7 @@ def test_no_op_reads_what_neither_stage_nor_an_earlier_op_wrote():
 def test_a_read_of_what_nobody_wrote_is_caught(monkeypatch):
     """Negative control: without `place` a pass is fed what was there before."""
     clean, engine = Engine((2, 6), seed=6), Engine((2, 6), seed=6)
-    with reference_steps(clean) as steps:
-        expected = clean.propose(steps)
+    expected = clean.propose()
     first = engine.program.levels[1].runs.forward
 
     def forward(state, op, num_logits):

@@ -79,6 +79,23 @@ def greedy(
     return len(x), argmax(p[len(x)])
 
 
+def coupled(x: Sequence[int], draw: Callable[[int], int]) -> tuple[int, ...]:
+    """The emitted tokens: those of a draft that equal the target's own draws, then its next one.
+
+    The noise of a draw belongs to the position, so the text does not depend on what is drafted
+    (Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative
+    Decoding", arXiv:2408.07978). A draft that is drawn with the same noise is accepted with
+    probability at least (1 - TV) / (1 + TV), a point mass at y with the best possible one, p(y).
+
+    Args:
+        draw: t -> the target's token after t draft tokens; called once for each emitted token.
+    """
+    for t, token in enumerate(x):
+        if (drawn := draw(t)) != token:
+            return (*x[:t], drawn)
+    return (*x, draw(len(x)))
+
+
 class Node:
     """A node of a draft tree: the target's row there and its children in draw order.
 

@@ -17,8 +17,8 @@ import pytest
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
 from support.drafting_levels import drafting_levels
-from support.marks import slow, slow_but
-from support.programs import MAX_NUM_REQS, Engine, reference_steps
+from support.marks import slow_but
+from support.programs import MAX_NUM_REQS, Engine
 
 from vllm_hsd.cascade.level import StepLevels
 
@@ -208,7 +208,7 @@ def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fra
         rule.begin(engine)
         text: Tokens = ()
         while len(text) < length:
-            [draft] = engine.propose(steps, rule.select)
+            [draft] = engine.propose(rule.select)
             used.add(engine.program.selection.levels)
             draft = rule.drafted(draft)
             accepted, token = chosen.target_step(TARGET, draft, verifier, text, not rule.forced)
@@ -218,7 +218,7 @@ def bias(rule: Adversary, kinds: str, verifier: str, length=LENGTH) -> tuple[Fra
         return text
 
     with (
-        reference_steps(engine, **chosen.functions) as steps,
+        chosen.draws(),
         mock.patch("vllm_hsd.budget.clock.seconds", rule.tick),
         mock.patch("vllm_hsd.host.host_budget._agreed", lambda found: found()),
     ):
@@ -239,7 +239,7 @@ def test_drafts_that_end_by_their_rows_are_lossless(kinds, verifier):
     assert bias(EndsByRows(), kinds, verifier)[0] == 0
 
 
-@pytest.mark.parametrize("kinds", ["lookup", "model", "lookup, model", *slow("model, model")])
+@pytest.mark.parametrize("kinds", ["lookup", "model", "lookup, model", "model, model"])
 def test_forced_tokens_are_lossless(kinds):
     assert bias(Forces(), kinds, "block")[0] == 0
 

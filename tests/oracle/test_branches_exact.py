@@ -8,7 +8,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from oracle import sequential
-from oracle.coupled import verify_coupled
 from oracle.exact import ArgmaxOf, Choices, Table, Tokens, deviation, distance, distribution_of
 from oracle.test_chain_exact import draft
 from oracle.trees import one_hot
@@ -100,7 +99,7 @@ def test_a_coupled_text_is_the_targets_own_with_the_noise_of_its_positions(branc
         x: Tokens = ()
         for t in range(N):
             x += (choices.sample(Q(x), t),)
-        emitted = verify_coupled(x, lambda t: draw(x, t))
+        emitted = sequential.coupled(x, lambda t: draw(x, t))
         text = walked(emitted, BRANCHES[branches](x), draw)
         alone: Tokens = ()
         for t in range(N + 2):

@@ -8,7 +8,7 @@ into it.
 from fractions import Fraction
 
 import pytest
-from oracle.coupled import verify_coupled
+from oracle import sequential
 from oracle.exact import Choices, Table, Tokens, distance, distribution_of
 
 LENGTH = 3
@@ -58,7 +58,7 @@ class Generation:
         return draft
 
     def verified(self, model: Table, text: Tokens, draft: Tokens, shift: int = 0) -> Tokens:
-        return verify_coupled(draft, lambda t: self.draw(model, text + draft[:t], shift))
+        return sequential.coupled(draft, lambda t: self.draw(model, text + draft[:t], shift))
 
 
 @pytest.mark.parametrize("lookup", [False, True])

@@ -17,7 +17,7 @@ from host.test_choice_exact import last_again
 from host.test_drawn_rows_exact import EnumeratedStep
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import VERIFIERS, Chosen, exact_engine
-from support.programs import MAX_NUM_REQS, reference_steps
+from support.programs import MAX_NUM_REQS
 
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.cascade.counters import LevelCounts
@@ -77,9 +77,9 @@ class BranchedStep(EnumeratedStep):
         self.lookup.shared.zero_()
         self.lookup.forget(torch.tensor([self.slot]))
 
-    def rows(self, steps) -> tuple[list[int], bool, list[list[int]]]:
+    def rows(self) -> tuple[list[int], bool, list[list[int]]]:
         """(chain, whether the model drew it, branches) of a proposal."""
-        [chain] = self.engine.propose(steps)
+        [chain] = self.engine.propose()
         each = zip(self.lookup.branches[0], self.lookup.branch_counts[0].tolist(), strict=True)
         drawn = self.lookup.has_drafter and bool(self.lookup.drawn[self.slot])
         return chain, drawn, [row[:n].tolist() for row, n in each]
@@ -120,7 +120,7 @@ def bias(rule, verifier: str, has_model: bool, vocabulary=2, length=3) -> tuple[
         step.begin(choices)
         text: Tokens = ()
         while len(text) < length:
-            chain, drawn, branches = step.rows(steps)
+            chain, drawn, branches = step.rows()
             chain, branches = rule(chain, branches)
             accepted, token = chosen.target_step(target, chain, verifier, text, drawn)
             verdict = [*chain[:accepted], token, *[-1] * (LENGTH - accepted)]
@@ -133,7 +133,7 @@ def bias(rule, verifier: str, has_model: bool, vocabulary=2, length=3) -> tuple[
         return text
 
     with (
-        reference_steps(engine, **chosen.functions) as steps,
+        chosen.draws(),
         mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
     ):
         return deviation(generate, target, length), won

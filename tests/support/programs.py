@@ -1,20 +1,16 @@
 """Programs over table-driven levels with paged caches, and the host's cascade next to them."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from oracle.exact import Table
 from oracle.stand_ins import TableLevel
-from support import kernel_reference as reference
-from support import step_reference
 from support.proposal_states import MAX_NUM_REQS, block_tables, schedule_of, state_of
 
 from vllm_hsd.cascade import cascade_steps, entropy_stopping
@@ -182,12 +178,10 @@ class Engine:
                 level.ingest(slot, self.text[slot, : PROMPT - 1])
 
     def propose(
-        self,
-        steps=cascade_steps,
-        selection: StepLevels | Callable[[ProposalState], StepLevels | None] | None = None,
+        self, selection: StepLevels | Callable[[ProposalState], StepLevels | None] | None = None
     ) -> list[list[int]]:
         """The drafts of all requests, on the host by levels selected after `HostProgram.begin`."""
-        steps.stage(
+        cascade_steps.stage(
             self.state,
             self.schedule,
             index=self.index,
@@ -224,9 +218,7 @@ class Engine:
         self.text[slot, n : n + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.length[slot] = n + len(tokens)
 
-    def keep_some(
-        self, drafts: list[list[int]], rng: np.random.Generator, steps=entropy_stopping
-    ) -> None:
+    def keep_some(self, drafts: list[list[int]], rng: np.random.Generator) -> None:
         """The step of a target that keeps any part of every draft and adds any token."""
         accepted = np.zeros(len(drafts), dtype=np.int64)
         for b, draft in enumerate(drafts):
@@ -235,7 +227,7 @@ class Engine:
         if self.thresholds is not None:
             sampled = torch.from_numpy(accepted + 1).int()
             fed = 1 + self.schedule.num_speculative_tokens
-            steps.observe_target(
+            entropy_stopping.observe_target(
                 self.thresholds,
                 self.state,
                 index=self.index,
@@ -356,20 +348,3 @@ class TableCaches(LevelCaches):
             end = int(begin + count)
             places = model.places(slot, end)[int(begin) :]
             model.cache[places] = self.engine.text[slot, int(begin) : end].long()
-
-
-@contextmanager
-def reference_steps(engine: Engine, **replaced):
-    """Run the program by all kernels' references, but for `replaced`; yields those of the steps."""
-    steps = step_reference.steps(engine.blocks)
-    functions = {
-        **{name: getattr(steps, name) for name in ("end_unsure_drafts", "pass_entropies_on")},
-        **{name: getattr(reference, name) for name in ("row_thresholds", "sample_row")},
-        "verify_chain_padded": reference.verify_chain_padded,
-        **replaced,
-    }
-    with (
-        mock.patch.multiple("vllm_hsd.cascade.program", cascade_steps=steps, **functions),
-        mock.patch("vllm_hsd.host.host_program.cascade_steps", steps),
-    ):
-        yield steps

@@ -202,21 +202,14 @@ def begin_tail(state, schedule):
 
 
 def append_tail(state, schedule):
-    _keep(state, schedule.num_levels - 1, 0)
-
-
-def pass_on(state, level, longest):
-    _keep(state, level, level - 1)
-
-
-def _keep(state, level, feeder):
-    rows, below = state.rows[level], state.rows[feeder]
+    level = schedule.num_levels - 1
+    rows, below = state.rows[level], state.rows[0]
     assert rows is not None
     for b in range(state.batch):
-        origin, n = int(state.origin[b]), int(state.drafted[feeder, b])
+        origin, n = int(state.origin[b]), int(state.drafted[0, b])
         if origin >= 0:
             own = slice(origin, origin + n)
-            state.lse[level][b, own] = 0 if below is None else state.lse[feeder][b, :n]
+            state.lse[level][b, own] = 0 if below is None else state.lse[0][b, :n]
             if state.temperature[level, b] > 0 and below is not None:
                 rows[b, own] = below[b, :n]
             elif state.temperature[level, b] > 0:
@@ -226,14 +219,6 @@ def _keep(state, level, feeder):
 
 def _write_point_masses(rows, token_ids):
     rows.fill_(-float("inf")).scatter_(1, token_ids.long()[:, None], 0.0)
-
-
-def pass_entropies_on(thresholds, state):
-    for b in range(state.batch):
-        origin, n = int(state.origin[b]), int(state.drafted[0, b])
-        if origin >= 0:
-            for kept in (thresholds.entropy, thresholds.drafter):
-                kept[-1][b, origin : origin + n] = kept[0][b, :n]
 
 
 def end_unsure_drafts(thresholds, state, op, logits, result=None):
