@@ -112,8 +112,8 @@ def _drawn_by(choices: Choices):
             return torch.tensor([pick(row / row.sum()) for row in self.rows])
 
     with (
-        mock.patch("vllm_hsd.tools.reference.verified.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.tools.reference.verified.CDF", ChosenCDF),
+        mock.patch("vllm_hsd.tools.reference.cascade.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.tools.reference.cascade.CDF", ChosenCDF),
         mock.patch("vllm_hsd.tools.reference.engine.verify_batch", verify_batch),
     ):
         yield

@@ -48,8 +48,7 @@ class DraftBatch:
     """The requests that a cascade drafts for in one step; every array is indexed by slot.
 
     Attributes:
-        tokens: [table rows, max length] int32; drafts are written after the committed tokens.
-        rows: [slots] int64, row of each slot's request in `tokens`.
+        tokens: [slots, max length] int32; drafts are written after the committed tokens.
         end: [slots] int64, tokens in the text, first the committed ones; grows while drafting.
         cached: [levels, slots] int64, positions whose KV entries are valid; updated in place.
         eos: [slots] int64, token that ends the request, -1 for none; drafts end with it.
@@ -61,7 +60,6 @@ class DraftBatch:
     """
 
     tokens: np.ndarray
-    rows: np.ndarray
     end: np.ndarray
     cached: np.ndarray
     eos: np.ndarray
@@ -72,4 +70,4 @@ class DraftBatch:
 
     def texts(self, slots: np.ndarray) -> Texts:
         """Of the requests in [n] slots."""
-        return Texts(self.tokens, self.rows[slots], slots, self.end[slots])
+        return Texts(self.tokens, slots, slots, self.end[slots])

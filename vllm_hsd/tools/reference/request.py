@@ -72,7 +72,6 @@ class Request:
     def draft_batch(self) -> DraftBatch:
         return DraftBatch(
             tokens=self.tokens,
-            rows=ONLY,
             end=np.array([self.length]),
             cached=self.cached[:-1],
             eos=np.array([self.eos]),
