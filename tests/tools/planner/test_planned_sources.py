@@ -124,7 +124,7 @@ def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
 
 @pytest.mark.slow
 def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, measured, tmp_path):
-    """Of the V1 engine, which lets tokens go that do not pay."""
+    """Of an engine, which lets tokens go that do not pay."""
     engine_args = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 256,
         "kv_cache_memory_bytes": 1 << 26,
