@@ -37,7 +37,7 @@ class TableLevel:
         self.fed.clear()
         return prompt
 
-    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
+    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor:
         logits = []
         for row, start, count, kept in zip(rows, starts, counts, num_logits, strict=True):
             assert 0 <= kept <= count
@@ -48,8 +48,6 @@ class TableLevel:
                 self.row(tuple(text[self.prompt : start + count - back]))
                 for back in range(kept - 1, -1, -1)
             ]
-        if not counts.any():
-            return None
         return torch.tensor(logits, dtype=torch.float64).reshape(len(logits), -1)
 
     def row(self, after_prompt: Tokens) -> list[float]:

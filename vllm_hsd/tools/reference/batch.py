@@ -29,17 +29,18 @@ class Level(Protocol):
         starts: np.ndarray,
         counts: np.ndarray,
         num_logits: np.ndarray,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Feed `tokens[rows[i], starts[i] : starts[i] + counts[i]]` of every request i.
 
         Args:
             tokens: [table rows, max length] int32, the host's table of token ids.
             rows: [batch] int64, row of each request in `tokens`.
-            starts, counts: [batch] int64, positions to compute; the cache is valid before them.
+            starts, counts: [batch] int64, positions to compute, one at least; the cache is valid
+                before them.
             num_logits: [batch] int64, how many of the last computed positions yield logits.
 
         Returns:
-            [sum(num_logits), V] logits, request after request; None when all counts are zero.
+            [sum(num_logits), V] logits, request after request.
         """
 
 

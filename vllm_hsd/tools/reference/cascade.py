@@ -326,7 +326,6 @@ class Cascade:
         counts = batch.end[slots] - start
         assert model is not None
         logits = model.forward(batch.tokens, slots, start, counts, num_logits)
-        assert logits is not None
         self.counts.rows[level, Count.forwards] += 1
         batch.cached[level, slots] = batch.end[slots]
         owners = np.repeat(slots, num_logits)

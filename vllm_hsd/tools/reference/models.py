@@ -55,11 +55,9 @@ class HuggingFaceLevel:
         starts: np.ndarray,
         counts: np.ndarray,
         num_logits: np.ndarray,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Of one request, the logits float64 on the CPU."""
         (row,), (start,), (count,), (kept,) = rows, starts, counts, num_logits
-        if count == 0:
-            return None
         if self.cache is None:
             start, count = 0, start + count
         else:
