@@ -31,7 +31,7 @@ class ContextFree:
     def __init__(self, first: float) -> None:
         self.logits = torch.tensor([first, 1 - first], dtype=torch.float64).log()
 
-    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
+    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor:
         """[sum of num_logits, V] rows, the same after every text."""
         return self.logits.repeat(int(num_logits.sum()), 1)
 

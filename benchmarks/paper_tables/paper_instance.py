@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from vllm_hsd.tools.planner.optimize import Graph, build_graph
-from vllm_hsd.tools.planner.profile import check_rates
 from vllm_hsd.tools.planner.survival import Acceptance, independent_survival
 
 
@@ -26,11 +25,11 @@ def paper_graph(costs: ArrayLike, rates: ArrayLike, max_tokens: int) -> Graph:
         max_tokens: the longest draft T of any level.
 
     Raises:
-        UserError: impossible costs or rates.
+        UserError: impossible costs.
     """
     costs = np.asarray(costs, dtype=np.float64)
     verify = np.repeat(costs[:, None], max_tokens + 1, axis=1)
-    acceptance = Acceptance(independent_survival(check_rates(rates), max_tokens))
+    acceptance = Acceptance(independent_survival(rates, max_tokens))
     return build_graph(costs[:-1], verify, float(costs[-1]), acceptance, capped=False)
 
 

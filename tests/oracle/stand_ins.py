@@ -7,14 +7,13 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oracle.distributions import batch_distribution, tree_distribution
+from oracle.distributions import batch_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 from oracle.sequential import argmax
 
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import CDF
-from vllm_hsd.rules.tree import TreeRows
 from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 
 # Rounding errors of float64 must not become branches of their own.
@@ -34,11 +33,7 @@ class TableLevel:
         self.fed: dict[int, list[int]] = {}
         self.known: dict[Tokens, list[float]] = {}
 
-    def begin(self, prompt: list[int]) -> list[int]:
-        self.fed.clear()
-        return prompt
-
-    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor | None:
+    def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor:
         logits = []
         for row, start, count, kept in zip(rows, starts, counts, num_logits, strict=True):
             assert 0 <= kept <= count
@@ -49,8 +44,6 @@ class TableLevel:
                 self.row(tuple(text[self.prompt : start + count - back]))
                 for back in range(kept - 1, -1, -1)
             ]
-        if not counts.any():
-            return None
         return torch.tensor(logits, dtype=torch.float64).reshape(len(logits), -1)
 
     def row(self, after_prompt: Tokens) -> list[float]:
@@ -96,13 +89,6 @@ def _drawn_by(choices: Choices):
     def pick(weights: torch.Tensor) -> int:
         return choices.sample([Fraction(w) if w > NOTHING else 0 for w in weights.tolist()])
 
-    def verify_tree(target, draft, tree, *, method, generator):
-        distribution = tree_distribution(target, draft, tree, method=method)
-        end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        path = TreeRows(target, draft, tree, method).path_to(end - 1)
-        tokens = [*(tree.tokens[n] for n in path), final]
-        return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
-
     def verify_batch(batch: ChainBatch, method, uniforms, target_ok=None):
         """Of one request."""
         assert batch.size == 1
@@ -120,11 +106,8 @@ def _drawn_by(choices: Choices):
             return torch.tensor([pick(row / row.sum()) for row in self.rows])
 
     with (
-        mock.patch("vllm_hsd.tools.reference.verified.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.tools.reference.verified.CDF", ChosenCDF),
+        mock.patch("vllm_hsd.tools.reference.cascade.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.tools.reference.cascade.CDF", ChosenCDF),
         mock.patch("vllm_hsd.tools.reference.engine.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.tools.reference.engine.verify_tree", verify_tree),
-        # draw_iid and draw_without_replacement draw with it.
-        mock.patch("vllm_hsd.rules.tree.CDF", ChosenCDF),
     ):
         yield

@@ -16,7 +16,6 @@ from robustness.test_full_disk import write_tables_of_a_profile
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 from support.damaged_bytes import COUNT, damaged, objection, objections, sentence_objection
-from support.plain_profile import plain_profile
 
 from vllm_hsd.cascade import text_store
 from vllm_hsd.cascade.exit_head import FILE_NAME, ExitHead, read_exit_head, write_exit_head
@@ -243,8 +242,12 @@ def is_profile(found: Profile) -> bool:
 
 
 def test_profiles_with_damaged_bytes(tmp_path):
-    content = json.dumps(plain_profile()).encode()
-    assert objections(load_profile, is_profile, content, tmp_path) == []
+    path = tmp_path / "profile.json"
+    write_tables_of_a_profile(path)
+    content, change = path.read_bytes(), random.Random(0)
+    for _ in range(COUNT):
+        path.write_bytes(damaged(change, content))
+        assert objection(load_profile, is_profile, path) is None
 
 
 def test_damaged_tables_whose_digest_fits(tmp_path):

@@ -34,7 +34,7 @@ def write_profile(path: Path) -> None:
 
 
 def write_tables_of_a_profile(path: Path) -> None:
-    made = Profile(**plain_profile() | {"tables": ""})
+    made = Profile(**plain_profile())
     survival = -np.sort(-np.random.default_rng(0).random((3, 3, 5, 5, 5)), axis=-1)
     made.set_tables({"block": survival, "standard": survival / 2})
     made.save(path.with_suffix(".json"))
@@ -92,7 +92,7 @@ def test_the_harness_catches_a_writer_without_care(tmp_path):
 @pytest.mark.parametrize("directory", ["missing", "a file", "x" * 300])
 def test_places_that_cannot_be_written(tmp_path, directory):
     (tmp_path / "a file").touch()
-    path = tmp_path / directory / "profile.json"
+    path = tmp_path / directory / "profile.safetensors"
     with pytest.raises(UserError, match="cannot write") as error:
-        write_profile(path)
+        write_tables_of_a_profile(path)
     assert sentence_objection(str(error.value), path.name) is None

@@ -261,7 +261,6 @@ class Engine:
 
         batch = DraftBatch(
             tokens=tokens,
-            rows=slots,
             end=length.copy(),
             cached=np.zeros((len(levels), len(slots)), dtype=np.int64),
             eos=np.full(len(slots), -1),

@@ -13,9 +13,7 @@ from vllm_hsd.cascade.level import LevelOptions, LookupResult, StepLevels
 from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 from vllm_hsd.tools.reference.batch import DraftBatch
 from vllm_hsd.tools.reference.cascade import Cascade
-from vllm_hsd.tools.reference.lowest_level import LowestLevel
 from vllm_hsd.tools.reference.stopping import EntropyThresholds
-from vllm_hsd.tools.reference.verified import append_own
 
 LENGTH, TEXT, REQUEST, VOCABULARY = 8, 2000, 200, 50
 SEARCH_SECONDS = 1e-4
@@ -101,7 +99,6 @@ class TimedCascade(Cascade):
 
     def __init__(self, levels, options, num_slots, clock: SimpleNamespace, budget=None) -> None:
         super().__init__(levels, options, num_slots)
-        self.lowest = EndingDrafts(self.lookup, self.models, self.drafts[0])
         self.clock, self.budget, self.seconds = clock, budget, [0.0] * len(levels)
         self.estimate = [np.full((num_slots, LENGTH), np.nan) for _ in levels]
         if self.lookup is not None:
@@ -118,12 +115,19 @@ class TimedCascade(Cascade):
         if level or self.lookup is None:
             place = batch.end[slots, None] + np.arange(LENGTH)
             self.estimate[level][slots] = self.levels[level].confidence[slots[:, None], place]
-        if level == 0 and self.lookup is None and 0 in self.selection.levels:
-            self.lowest.goes_on = lambda now: self.goes_on(0, now)
         began = self.clock.now
         drafts = super()._draft(batch, level, slots, requested)
         self.seconds[level] = self.clock.now - began
         return drafts
+
+    def _draft_from_model(self, batch, slots, requested):
+        """Drafts end where the budget says so."""
+        drafts, open_ = self.drafts[0], requested > 0
+        while open_.any():
+            active = np.flatnonzero(open_)
+            now = slots[active]
+            ended = self._append_own(batch, 0, now, None) | ~self.goes_on(0, now)
+            open_[active] = (drafts.counts[now] < requested[active]) & ~ended
 
     def _verify(self, batch, level, slots, requested, below):
         feeder, began = self.selection.below(level)[0], self.clock.now
@@ -143,18 +147,6 @@ class TimedCascade(Cascade):
                 verifying_seconds=self.clock.now - began,
             )
         return ended | ~self.goes_on(level, slots)
-
-
-class EndingDrafts(LowestLevel):
-    """Drafts of a model that end where a budget says so."""
-
-    def _draft_from_model(self, batch, slots, requested):
-        drafts, open_ = self.drafts, requested > 0
-        while open_.any():
-            active = np.flatnonzero(open_)
-            now = slots[active]
-            ended = append_own(self.models, drafts, batch, 0, now, None)
-            open_[active] = (drafts.counts[now] < requested[active]) & ~ended & self.goes_on(now)
 
 
 class Proposal:
@@ -252,7 +244,6 @@ class Serving:
             idle = np.union1d(idle, begins)
         batch = DraftBatch(
             tokens=self.tokens,
-            rows=np.arange(self.size),
             end=self.ends.copy(),
             cached=self.cached,
             eos=np.full(self.size, -1),

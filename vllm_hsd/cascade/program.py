@@ -181,7 +181,7 @@ class Program:
         return op.draft_length
 
     def _append_unverified(self, state: ProposalState, op: Verify, logits: torch.Tensor) -> None:
-        """Keep the draft from below and draw a token after it; `tools.reference.verified`."""
+        """Keep the draft from below and draw a token after it; `tools.reference.cascade`."""
         taken = state.drafted[op.level - 1].clone()
         # Rows and fed tokens after the ends of the drafts are nobody's.
         last = logits.index_select(0, state.row_starts[op.draft_length][:-1] + taken)

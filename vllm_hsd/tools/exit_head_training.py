@@ -55,7 +55,6 @@ def train_heads(
     layers: Sequence[int],
     tokens: torch.Tensor,
     steps: int,
-    seed: int = 0,
 ) -> list[TrainedHead]:
     """Train a head on each of several layers, all from the same passes of the target.
 
@@ -64,7 +63,6 @@ def train_heads(
         layers: how many layers run below each head, 0 (embedding alone) to the depth - 1.
         tokens: [n] int64 text; its last tenth is held out.
         steps: optimizer steps of `WINDOWS_PER_STEP` windows each.
-        seed: of the order of the windows.
 
     Returns:
         one trained head per layer, in the target's dtype, on the CPU.
@@ -78,7 +76,7 @@ def train_heads(
     model = model.train(False).requires_grad_(False)
     heads = [plain_exit_head(model, layer) for layer in layers]
     before = _evaluate(model, heads, held_out)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     fitted = train[torch.randperm(len(train), generator=generator)[:FIT_WINDOWS]]
     heads = _least_squares(model, heads, fitted)
     parameters = [p for head in heads for p in (head.norm, head.weight)]

@@ -100,7 +100,7 @@ def served(name: str, models: dict[bool, Models]) -> tuple[str, dict]:
 def test_every_kind_of_level_and_hosted_stock_method_passes(models, verify, name):
     status, found = verify(*served(name, models), temperatures="0,0.7,1", tokens=4096)
     assert found["lossless"] and (status == 0) == found["enough_drafted"], found["verdict"]
-    assert found["greedy"]["passed"] and not found["greedy"]["differences"]
+    assert found["greedy"]["passed"] and not found["greedy"]["partings"]
     assert found["sampled"]["accepted"] > 0
 
 

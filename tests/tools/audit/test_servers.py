@@ -8,7 +8,7 @@ import torch
 from support.marks import slow_but
 from support.openai_server import running_server
 from support.soak_servers import two_models
-from support.stand_in_servers import Handler, stand_in
+from support.stand_in_servers import LOGITS, Handler, stand_in
 
 from vllm_hsd.tools.audit.other_servers import connect
 from vllm_hsd.tools.audit.quantiles import token_ranges
@@ -52,6 +52,22 @@ def test_a_server_passes_if_it_follows_the_target(judged, capsys, owner, wrong):
         assert "NOT LOSSLESS" in page and "FAILS" in page and not found["lossless"]
     else:
         assert status == 0 and found["lossless"] and "equal to no speculation" in page
+
+
+def test_greedy_answers_that_are_not_the_targets_are_found(judged, capsys):
+    def draw(handler, last, params, rng):
+        """The second likeliest token after every prompt, which end alike."""
+        return int((-LOGITS[last]).argsort()[int(last == 3)])
+
+    with stand_in("vllm", draw=draw) as url, stand_in("vllm") as plain:
+        status, found = judged(url, plain, "--temperatures", "0")
+    best, second = sorted(LOGITS[3])[:-3:-1]
+    parting = found["greedy"]["partings"][0]
+    assert (status, parting["place"], parting["explained"]) == (1, 0, False)
+    assert parting["gap"] == pytest.approx(best - second)
+    page = " ".join(capsys.readouterr().out.split())
+    assert "of them first where nothing ties (largest gap" in page
+    assert found["verdict"] == "NOT LOSSLESS. greedy text differs from no speculation."
 
 
 @pytest.mark.parametrize("incremental", [False, True])

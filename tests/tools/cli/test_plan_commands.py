@@ -7,10 +7,9 @@ from unittest import mock
 
 import pytest
 from support.command_line import refused, run
-from support.plain_profile import plain_profile
+from support.plain_profile import plain_profile, with_tables
 
 from vllm_hsd.tools.planner import measure
-from vllm_hsd.tools.planner.profile import Profile
 from vllm_hsd.tools.planner.task import Task, candidates
 
 A = ["--models", "A"]
@@ -30,14 +29,14 @@ A = ["--models", "A"]
 )
 def test_impossible_constraints(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    Profile(**plain_profile()).save("profile.json")
+    with_tables(plain_profile()).save("profile.json")
     assert message in refused(capsys, "plan", "profile.json", *arguments)
 
 
 def test_plans_of_several_batch_sizes_write_all_or_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = plain_profile((1, 2))
-    Profile(**found).save("p-batch1.json")
+    with_tables(found).save("p-batch1.json")
     sizes = "--batch-sizes", "1,2"
     said = refused(capsys, "plan", "p-batch1.json", "-o", "p.json", *sizes)
     assert "would write over the profile" in said
@@ -48,7 +47,7 @@ def test_plans_of_several_batch_sizes_write_all_or_nothing(tmp_path, capsys, mon
     found["candidates"][0] = {"name": "head", "level": {"eagle3": "models/head"}}
     found["rates"] = [[1, 0.7, 0.9], [0.7, 1, 0.8], [0.9, 0.8, 1]]
     found["latencies"]["forward"][0]["ms"] = [[4.0], [0.5]]
-    Profile(**found).save("p.json")
+    with_tables(found).save("p.json")
     before = {path: path.read_bytes() for path in cascades}
     said = refused(capsys, "plan", "p.json", *sizes, "--verifier", "standard")
     assert "--verifier standard: " in said and "by block verification" in said
@@ -57,7 +56,7 @@ def test_plans_of_several_batch_sizes_write_all_or_nothing(tmp_path, capsys, mon
 
 def test_a_plan_for_a_large_batch_drafts_for_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Profile(**plain_profile((64, 100))).save("p.json")
+    with_tables(plain_profile((64, 100))).save("p.json")
     assert run("plan", "p.json", "--batch-sizes", "64,100") == 0
     found = [json.loads(Path(f"cascade-batch{n}.json").read_text()) for n in (64, 100)]
     assert [each.get("disable_by_batch_size") for each in found] == [None, 100]
@@ -66,7 +65,7 @@ def test_a_plan_for_a_large_batch_drafts_for_it(tmp_path, monkeypatch):
 def test_a_profile_of_another_machine_is_planned_with_a_warning(tmp_path, capsys):
     elsewhere = {"versions": {"vllm": "0.1.0"}, "machine": {"processor": "Abacus 9"}}
     path = tmp_path / "profile.json"
-    Profile(**plain_profile(), **elsewhere).save(path)
+    with_tables(plain_profile() | elsewhere).save(path)
     assert run("plan", path, "-o", tmp_path / "cascade.json") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "vLLM 0.1.0 and this is vLLM" in said

@@ -15,7 +15,7 @@ from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
 from vllm_hsd.tools.planner.predict import Selection
 from vllm_hsd.tools.planner.profile import Candidate, Profile
 from vllm_hsd.tools.planner.search import Constraints, Search
-from vllm_hsd.tools.planner.survival import independent_survival
+from vllm_hsd.tools.planner.survival import VERIFIERS, independent_survival
 from vllm_hsd.tools.system import serve_command
 
 
@@ -30,17 +30,19 @@ def plain(ms):
     return LatencyTable(batch_sizes=[1, 2, 8], tokens=[1], ms=[[ms]] * 3)
 
 
-def make_profile(candidates, rates, *forward, **fields):
+def make_profile(candidates, rates, *forward, tables=None):
     """Of drafts of 8 tokens; `forward` are tables of the candidates and of the target."""
-    return Profile(
+    made = Profile(
         schema=3,
         target="models/target",
         candidates=candidates,
         max_draft_tokens=8,
         rates=rates,
+        tables="",
         latencies=Latencies(forward=list(forward), plain=plain(9.5)),
-        **fields,
     )
+    made.set_tables(tables or dict.fromkeys(VERIFIERS, independent_survival(rates, 8)))
+    return made
 
 
 def candidate(name, **level):
@@ -74,9 +76,8 @@ def with_lookup():
     candidates = [candidate("ngram 4", ngram={"max": 4}), candidate("mid", model="models/mid")]
     rates = [[None] * 3, [None, 1, 0.9], [None, 0.9, 1]]
     forward = table(0.01, 0), table(1.0, 0.01), table(10.0, 0.05)
-    profile = make_profile(candidates, rates, *forward, tables="")
-    profile.set_tables({"block": survival, "standard": survival, "lookup0": joint})
-    return profile
+    tables = {"block": survival, "standard": survival, "lookup0": joint}
+    return make_profile(candidates, rates, *forward, tables=tables)
 
 
 def everything(search):

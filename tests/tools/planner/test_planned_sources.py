@@ -51,14 +51,14 @@ def engine_of(models, levels, lengths):
 def test_rounds_are_those_of_an_engine(models, contexts, length):
     """At temperature 0, with what is learned from earlier texts; one source alone drafts others."""
     engine, rounds = engine_of(models, [TOGETHER], [length]), []
-    step = engine._chain_step
+    step = engine._step
 
     def noted(*arguments):
         drafted, accepted, emitted = step(*arguments)
         rounds.append((drafted, accepted))
         return drafted, accepted, emitted
 
-    engine._chain_step = noted
+    engine._step = noted
     texts, expected = [], []
     for context in contexts[:4]:
         rounds.clear()
@@ -124,7 +124,7 @@ def test_tokens_per_step_are_predicted(models, contexts, measured, selection):
 
 @pytest.mark.slow
 def test_tokens_per_step_of_a_served_cascade_are_predicted(models, contexts, measured, tmp_path):
-    """Of the V1 engine, which lets tokens go that do not pay."""
+    """Of an engine, which lets tokens go that do not pay."""
     engine_args = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 256,
         "kv_cache_memory_bytes": 1 << 26,

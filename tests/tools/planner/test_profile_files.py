@@ -7,7 +7,7 @@ from operator import getitem
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.plain_profile import plain_profile
+from support.plain_profile import plain_profile, with_tables
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner import profile
@@ -22,16 +22,13 @@ def load(directory, content):
     return profile.load_profile(directory / "profile.json")
 
 
-def test_a_profile_by_hand_needs_rates_and_latencies_only(tmp_path):
+def test_a_disturbed_machine_is_told():
     raw = plain_profile()
-    loaded = load(tmp_path, raw)
-    assert loaded.names == ["small", "exit 2", "target"]
-    survival = loaded.acceptance("block").survival
-    assert survival.shape == (3, 3, 5, 5, 5)
-    assert survival[2, 0, 4, 0] == pytest.approx(0.6 ** np.arange(5))
-    assert profile.environment_warnings(loaded) == profile.measurement_warnings(loaded) == []
+    quiet = with_tables(raw)
+    assert quiet.names == ["small", "exit 2", "target"]
+    assert profile.environment_warnings(quiet) == profile.measurement_warnings(quiet) == []
     raw["latencies"]["load"] = {"other_cores": 0.0, "steal": 0.5, "drift": 0.01}
-    (stolen,) = profile.measurement_warnings(load(tmp_path, raw))
+    (stolen,) = profile.measurement_warnings(with_tables(raw))
     assert "the hypervisor took 50% of the processor time" in stolen
 
 
@@ -43,7 +40,7 @@ def saved(tmp_path):
     joint = np.tril(rng.random((3, 5, 5, 5, 5)))
     raw["candidates"][0] = {"name": "ngram 4", "level": {"ngram": {"max": 4}}}
     raw["rates"] = [[None] * 3, [None, 1, 0.8], [None, 0.8, 1]]
-    made = profile.Profile(**raw | {"tables": ""})
+    made = profile.Profile(**raw)
     tables = {"block": survival, "standard": survival / 2}
     made.set_tables({**tables, "lookup0": joint / joint.sum((-2, -1), keepdims=True)})
     made.save(tmp_path / "profile.json")
@@ -90,26 +87,22 @@ def test_tables_that_cannot_be_planned_with(saved, change, message):
     [
         ("schema", 2, 'lacks "schema": 3'),
         ("schema", True, 'lacks "schema": 3'),
-        ("rates.0.2", 1.2, r"small and target is 1\.2, outside \[0, 1\]"),
-        ("rates.0.2", None, "small and target is missing"),
-        ("rates.0.2", 0.1, "0.1 one way and 0.6 the other"),
+        ("rates.0.2", 1.2, "key 'rates.0.2': .* less than or equal to 1"),
+        ("tables", None, "key 'tables': "),
         ("rates", [[1, 0.7], [0.7, 1]], "rates must be 3 x 3"),
-        ("rates", [[1, 0.9, 0.1], [0.9, 1, 0.9], [0.1, 0.9, 1]], "triangle inequality"),
         ("latencies.forward.1.ms.0.0", 0, "a latency of exit 2 is 0, not above 0"),
         ("latencies.forward.2.ms.0.0", -3, "a latency of target is -3"),
         ("latencies.forward.0.ms.0.0", float("nan"), "is not JSON"),
         ("latencies.forward.0.ms.0.0", True, "key 'latencies.forward.0.ms.0.0': "),
         ("latencies.plain", flat(0.0), "a latency of plain is 0, not above 0"),
         ("latencies.overhead", {"draft": flat(-0.1)}, "a latency of overhead.draft is -0.1"),
-        ("rates.0.2", -0.2, r"small and target is -0\.2, outside \[0, 1\]"),
+        ("rates.0.2", -0.2, "key 'rates.0.2': .* greater than or equal to 0"),
         ("rates.0.2", "high", "key 'rates.0.2': "),
         ("latencies.forward", [], "latencies.forward must have 3 entries"),
         ("latencies.forward.0.tokens", [2, 1], "tokens must be ascending"),
         ("candidates", [], "key 'candidates': "),
         ("candidates.0", {"name": "x"}, "key 'candidates.0.level': "),
         ("candidates.0.level", {}, "needs one of the kinds: bigram"),
-        ("candidates.0.level", {"ngram": {}}, "which needs 'tables'"),
-        ("candidates.0.level", {"sources": [{"ngram": {}}]}, "which needs 'tables'"),
         (
             "candidates.0.level",
             {"sources": [{"ngram": {}}, {"model": "m"}]},

@@ -4,14 +4,13 @@ import copy
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
 
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.text_store import collect_texts
 from vllm_hsd.tools.audit.tiny_models import tiny_llama
 from vllm_hsd.tools.planner.bigram_levels import BigramModelLevel
-from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
+from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16
 
@@ -26,26 +25,10 @@ def noisy(model, noise: float):
     return other
 
 
-def llama():
-    return tiny_llama(VOCABULARY, eos_token_id=None)
-
-
-def t5():
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-    ends = {"decoder_start_token_id": 0, "eos_token_id": None}
-    config = T5Config(vocab_size=VOCABULARY, **sizes, **ends)
-    model = T5ForConditionalGeneration(config).eval()
-    # With random weights, the tied head repeats the last token for ever.
-    model.lm_head = torch.nn.Linear(config.d_model, VOCABULARY, bias=False)
-    torch.nn.init.normal_(model.lm_head.weight, std=1.0)
-    return model
-
-
-@pytest.fixture(scope="module", params=[llama, t5])
-def models(request):
+@pytest.fixture(scope="module")
+def models():
     """A target and two drafters."""
-    target = request.param()
+    target = tiny_llama(VOCABULARY, eos_token_id=None)
     return target, noisy(target, 0.15), noisy(target, 0.3)
 
 
@@ -63,9 +46,6 @@ ENGINES = {
         [PAIRS, SMALL, MID],
         {"options": [LevelOptions(1), LevelOptions(3), LevelOptions(6, max_rounds=2)]},
     ),
-    "three drafts": ([MID], {"draft_tree": TreeOptions((3, 1, 1))}),
-    "top-k tree": ([MID], {"draft_tree": TreeOptions((2, 2), "top_k")}),
-    "tree without replacement": ([MID], {"draft_tree": TreeOptions((2, 2), "without_replacement")}),
 }
 
 

@@ -56,7 +56,7 @@ class Setting:
     """Sampling parameters that are verified together.
 
     Attributes:
-        temperature: above 0.
+        temperature: above 0 where text is scored; at 0 it is greedy, and compared.
         others: further arguments of `vllm.SamplingParams`, such as top_p.
     """
 

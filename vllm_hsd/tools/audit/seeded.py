@@ -9,6 +9,7 @@ that token's logit is raised by the bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ class Parting:
         place: number of the token in it.
         expected, found: without and with speculation; None where that answer has ended.
         explained: whether rounding can do that.
+        gap: of a greedy answer, by how much the token falls short of the likeliest one, in nats;
+            None where that is not known.
     """
 
     answer: int
@@ -35,6 +38,7 @@ class Parting:
     expected: int | None
     found: int | None
     explained: bool
+    gap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,6 @@ def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seed
             apart[i] = len(ids)
     tied = [i for i, n in apart.items() if n < min(len(ours[i]), len(theirs[i]))]
     greedy = [i for i in tied if texts.params[i]["temperature"] == 0]
-    # By how much each greedy answer's token falls short where it parts, in nats.
     gaps: list[float] = []
     if isinstance(engine, Server):
         places = [
@@ -83,7 +86,8 @@ def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seed
         gaps = engine.gaps(places)
     elif greedy:
         gaps = engine.call(f"{_SCORER}:shortfalls", *_until(texts, apart, greedy))
-    explained = {i for i, gap in zip(greedy, gaps, strict=True) if gap <= bound}
+    short = dict(zip(greedy, gaps, strict=True))
+    explained = {i for i, gap in short.items() if gap <= bound}
     noisy = [i for i in tied if texts.params[i]["temperature"] > 0]
     if noisy and not isinstance(engine, Server):
         drawn = engine.call(f"{_SCORER}:drawn_with_raised", *_until(texts, apart, noisy), bound)
@@ -92,7 +96,8 @@ def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seed
     partings = []
     for i, n in apart.items():
         expected, own = (ids[i][n] if n < len(ids[i]) else None for ids in (theirs, ours))
-        partings.append(Parting(i, n, expected, own, i in explained))
+        gap = short[i] if math.isfinite(short.get(i, math.inf)) else None
+        partings.append(Parting(i, n, expected, own, i in explained, gap))
     return Seeded(len(theirs), sum(map(len, theirs)), partings)
 
 

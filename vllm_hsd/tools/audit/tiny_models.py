@@ -49,14 +49,14 @@ def tiny_llama(vocabulary: int, seed: int = 0, **changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**config)).eval()
 
 
-def build_family(directory: Path, vocabulary: int, peak: float, seed: int = 0, **changes) -> Family:
+def build_family(directory: Path, vocabulary: int, peak: float, **changes) -> Family:
     """Write a target and two drafters.
 
     Args:
         peak: standard deviation of the target's logits.
         changes: keys of their configuration.
     """
-    model = tiny_llama(vocabulary, seed, **changes)
+    model = tiny_llama(vocabulary, **changes)
     with torch.no_grad():
         logits = model(torch.randint(0, vocabulary, (8, 32))).logits
         model.lm_head.weight.mul_(peak / logits.std())

@@ -4,108 +4,35 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
-from string import Template
+from collections.abc import Sequence
+
+from rich.bar import Bar
+from rich.console import RenderableType
 
 from vllm_hsd.checked_files import write_json, written_whole
-from vllm_hsd.tools.cli import bench_drafts, bench_quality, bench_report
+from vllm_hsd.tools.cli import bench_report
 from vllm_hsd.tools.cli.bench_jobs import Results
 from vllm_hsd.tools.cli.bench_report import Row
+from vllm_hsd.tools.cli.options import columns, rendered
 
 NAMES = "bench.json", "bench.csv", "bench.html"
-# Loads nothing from elsewhere; bars are drawn by the style sheet.
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>vllm-hsd bench</title><style>
-:root { color-scheme: light dark; --bar: #4a8fd9; --line: #8888; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); }
-th:nth-child(-n+2), td:first-child { text-align: left; }
-.sources td:nth-child(2) { text-align: left; }
-small, td:first-child { white-space: nowrap; }
-td.bar { width: 30%; min-width: 9rem; }
-.track { position: relative; height: 1.1rem; }
-.track i { position: absolute; inset: 0 auto 0 0; background: var(--bar); border-radius: 2px; }
-.track b { position: absolute; top: 45%; height: 2px; background: currentColor; }
-.track u { position: absolute; top: -.2rem; bottom: -.2rem; border-left: 1px dashed currentColor; }
-.warn { border-left: 4px solid #d98a1f; padding: .2rem 1rem; background: #d98a1f22; }
-small, .meaning { opacity: .75; } code { overflow-wrap: anywhere; }
-</style></head><body><h1>vllm-hsd bench</h1><p>$heading</p>$warnings$tables
-<h2>Configurations</h2><ul>$configurations</ul>$notes</body></html>
-""")
-HEADINGS = (
-    *(bench_report.HEADINGS[0], "speed-up", "", *bench_report.HEADINGS[1:2]),
-    *(*bench_report.HEADINGS[3:], *bench_drafts.HEADINGS[1:]),
-)
+# Characters of the longest bar.
+BAR = 50
 
 
 def page(results: Results, rows: Sequence[Row]) -> str:
-    """An HTML page: bars of speed-ups with their range over the rounds, and all figures.
-
-    The dashed line in a bar's place is the speed without speculation.
-    """
-    named = zip(results.comparison.names[1:], results.comparison.configs[1:], strict=True)
-    warned = "".join(f"<p>{escape(note)}</p>" for note in bench_quality.sentences(results, rows))
-    most = max((row["speedup_high"] for row in rows if not row.get("error")), default=1.0)
-    return PAGE.substitute(
-        heading="<br>".join(map(escape, bench_report.heading(results.metadata))),
-        warnings=f'<div class="warn">{warned}</div>' if warned else "",
-        tables="".join(
-            f"<h2>{escape(title)}</h2>{_table(own, most)}{_sources(own)}"
-            + _paragraphs(bench_report.branches(results, own))
-            for title, own in bench_report.cells(rows)
-        ),
-        configurations="".join(
-            f"<li>{escape(name)}: <code>{escape(json.dumps(config))}</code></li>"
-            for name, config in named
-        ),
-        notes=_paragraphs(bench_report.notes(results)),
-    )
-
-
-def _paragraphs(sentences: Iterable[str]) -> str:
-    return "".join(f'<p class="meaning">{escape(sentence)}</p>' for sentence in sentences)
-
-
-def _table(rows: Sequence[Row], most: float) -> str:
-    lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in HEADINGS)}</tr>"]
-    for row in rows:
-        if error := row.get("error"):
-            said = f'<td colspan="{len(HEADINGS) - 1}">could not run: {escape(error)}</td>'
-            lines.append(f"<tr><td>{escape(row['name'])}</td>{said}</tr>")
-        else:
-            lines.append(f"<tr>{''.join(_cells(row, most))}</tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _sources(rows: Sequence[Row]) -> str:
-    lines = bench_drafts.source_cells([row for row in rows if not row.get("error")])
-    if not lines:
-        return ""
-    header = "".join(f"<th>{name}</th>" for name in bench_drafts.SOURCE_HEADINGS)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines
-    )
-    return f'<table class="sources"><tr>{header}</tr>{body}</table>'
-
-
-def _cells(row: Row, most: float) -> Iterator[str]:
-    name, rate, speedup, *others = map(escape, bench_report.figures(row))
-    value, low, high, one = (
-        f"{100 * each / most:.1f}%"
-        for each in (row["speedup"], row["speedup_low"], row["speedup_high"], 1.0)
-    )
-    yield f"<td>{name}</td>"
-    yield (
-        f'<td class="bar"><div class="track"><i style="width:{value}"></i>'
-        f'<b style="left:{low};width:calc({high} - {low})"></b><u style="left:{one}"></u>'
-        "</div></td>"
-    )
-    number, _, spread = speedup.partition(" ")
-    yield f"<td>{number}<br><small>{spread}</small></td><td>{rate}</td>"
-    yield from (f"<td>{each}</td>" for each in others)
-    yield from (f"<td>{escape(each)}</td>" for each in bench_drafts.cells(row)[1:])
+    """The report as HTML, with bars of the speed-ups and all configurations as they were given."""
+    measured = [row for row in rows if not row.get("error")]
+    most = max(row["speedup"] for row in measured)
+    parts: list[RenderableType] = [*bench_report.heading(results.metadata)]
+    for title, own in bench_report.cells(measured):
+        bars = ((row["name"], Bar(most, 0, row["speedup"], width=BAR)) for row in own)
+        parts += ["", columns((title, "speed-up"), bars)]
+    parts += bench_report.report(results, rows)
+    comparison = results.comparison
+    for name, config in zip(comparison.names[1:], comparison.configs[1:], strict=True):
+        parts += ["", f"{name}: {json.dumps(config)}"]
+    return rendered(parts).export_html()
 
 
 def write(results: Results, rows: Sequence[Row]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_hsd import __version__
 from vllm_hsd.errors import UserError
-from vllm_hsd.tools.cli import advise, bench, build, doctor, plan, verify, watch
+from vllm_hsd.tools.cli import advise, bench, build, doctor, plan, verify
 
 EPILOG = """\
 exit status:
@@ -78,7 +78,6 @@ def make_parser() -> CommandParser:
     doctor.add_parser(commands)
     plan.add_parsers(commands)
     verify.add_parser(commands)
-    watch.add_parser(commands)
     return parser
 
 

@@ -92,7 +92,7 @@ def progress(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def columns(headings: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> Table:
     """A table: the first column to the left and wrapped where it is long, the others right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, heading in enumerate(headings):

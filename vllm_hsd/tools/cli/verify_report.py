@@ -27,7 +27,7 @@ from vllm_hsd.tools.audit.statistics import (
 )
 from vllm_hsd.tools.audit.workloads import STEADY, Found
 from vllm_hsd.tools.cli import greedy, verify_workloads
-from vllm_hsd.tools.cli.bench_jobs import Comparison, Difference, Results, config_name
+from vllm_hsd.tools.cli.bench_jobs import Comparison, config_name
 from vllm_hsd.tools.cli.bench_report import environment
 from vllm_hsd.tools.cli.options import columns, rendered
 from vllm_hsd.tools.cli.verify_workloads import p_text
@@ -77,11 +77,11 @@ class Outcome:
 
     Attributes:
         metadata: model, dtype, machine, versions, what was asked for.
-        greedy_results: generations without (config 0) and with (config 1) speculation, and
-            differences.
+        texts: the sampled text.
         seconds: wall time by part.
         untested: sentences on what could not be tested.
         equal_drafter: (drafted, accepted) with the model as its own drafter, None if not asked for.
+        greedy_texts, greedy: greedy answers, and their comparison; None if not asked for.
         seeded: comparison of requests with seeds, None where the configuration promises nothing.
         served: the workloads beside the steady one; their checks are among `checks`.
     """
@@ -90,10 +90,11 @@ class Outcome:
     metadata: dict[str, Any]
     texts: Texts
     checks: list[Check]
-    greedy_results: Results
     seconds: dict[str, float]
     untested: list[str]
     equal_drafter: tuple[int, int] | None = None
+    greedy_texts: Texts | None = None
+    greedy: Seeded | None = None
     seeded: Seeded | None = None
     served: list[Found] = field(default_factory=list)
 
@@ -102,10 +103,16 @@ class Outcome:
         return sampled.failures(self.checks)
 
     @property
-    def unexplained(self) -> list[Difference]:
-        """Greedy differences where the target's two best tokens do not nearly tie."""
-        found = self.greedy_results.differences
-        return [each for each in found if not each.gap <= self.largest_gap]
+    def compared(self) -> dict[str, Seeded]:
+        """Comparisons with the text of no speculation, by what was compared."""
+        found = {"greedy text": self.greedy, "seeded text": self.seeded}
+        found |= {f"text of {each.name}": each.compared for each in self.served}
+        return {name: each for name, each in found.items() if each is not None}
+
+    @property
+    def differing(self) -> list[str]:
+        """Texts that differ from those of no speculation otherwise than by rounding."""
+        return [name for name, each in self.compared.items() if each.unexplained]
 
     @property
     def largest_gap(self) -> float:
@@ -123,22 +130,18 @@ class Outcome:
     @property
     def lossless(self) -> bool:
         """Whether nothing speaks against it."""
-        seeded = self.seeded is not None and self.seeded.unexplained
-        compared = self.unexplained or seeded or verify_workloads.reasons(self.served)
-        return not (self.failed_checks or self.equal_drafter_failed or compared)
+        return not (self.failed_checks or self.equal_drafter_failed or self.differing)
 
     @property
     def too_little_drafted(self) -> str | None:
         """Why the text cannot show what a run promises; None where it can."""
         if not (self.checks or self.seeded):
-            every = self.greedy_results.generations.items()
-            answers: list[Any] = [found for job, found in every if job.config]
-            answers += [each.exact for each in self.served]
+            answers = [each.exact for each in self.served]
+            answers += [self.greedy_texts] if self.greedy_texts is not None else []
             # Servers count no drafts; a step of several tokens had one.
             steps = (n for found in answers for own in found.step_lengths for n in own)
             if not sum(found.drafted for found in answers) and max(steps, default=0) < 2:
-                compared = every or any(each.compared for each in self.served)
-                return "no greedy text has drafts in it" if compared else "nothing was tested"
+                return "no greedy text has drafts in it" if self.compared else "nothing was tested"
         empty = [each.name for each in self.served if not each.drawn.num_offered]
         if empty and self.verification.settings:
             return f"no draft reached a place of {', '.join(empty)}"
@@ -190,11 +193,12 @@ def page(outcome: Outcome) -> str:
     if outcome.served:
         parts += ["", *verify_workloads.table(outcome.served, outcome.checks)]
     sentences = [*lean_sentences(outcome.checks, texts.names), *outcome.untested]
-    sentences += verify_workloads.sentences(outcome.served)
-    if outcome.verification.greedy:
-        sentences.append(_greedy_sentence(outcome))
-    if outcome.seeded is not None:
-        sentences.append(_seeded_sentence(outcome))
+    sentences += verify_workloads.unmet(outcome.served)
+    bound = f"bound for {outcome.metadata['dtype']} {outcome.largest_gap:g} nats"
+    for name, found in outcome.compared.items():
+        # Equal ones of a workload are in its line of the table.
+        if found.partings or found in (outcome.greedy, outcome.seeded):
+            sentences.append(_compared_sentence(name, found, bound))
     if outcome.equal_drafter is not None:
         drafted, accepted = outcome.equal_drafter
         share = accepted / drafted if drafted else 0.0
@@ -272,37 +276,17 @@ def lean_sentences(checks: Sequence[Check], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _greedy_sentence(outcome: Outcome) -> str:
-    """How many greedy answers differ, and by how little the target prefers its own tokens."""
-    found, generations = outcome.greedy_results.differences, outcome.greedy_results.generations
-    answers = [ids for job, own in generations.items() if job.config for ids in own.token_ids]
-    begins = f"Greedy text: {len(answers)} answers, {sum(map(len, answers))} tokens"
-    if not found:
+def _compared_sentence(name: str, found: Seeded, bound: str) -> str:
+    """How many answers differ from those without speculation, and by how little."""
+    begins = f"{name.capitalize()}: {found.answers} answers, {found.tokens} tokens"
+    if not found.partings:
         return f"{begins}, equal to no speculation."
-    largest, bad = max(each.gap for each in found), len(outcome.unexplained)
-    begins += f"; {len(found)} answers differ from no speculation"
-    bound = f"bound for {outcome.metadata['dtype']} {outcome.largest_gap:g}"
-    if not bad:
-        return (
-            f"{begins}, each first where the target's own two tokens nearly tie (largest gap "
-            f"{largest:.2g} nats, {bound})."
-        )
-    gap = f"a gap of {largest:.2g} nats" if math.isfinite(largest) else "one of them ended"
-    return f"{begins}, {bad} of them first where nothing ties ({gap}, {bound}): FAILS."
-
-
-def _seeded_sentence(outcome: Outcome) -> str:
-    """How many answers with seeds differ from those without speculation."""
-    seeded = outcome.seeded
-    assert seeded is not None
-    begins = f"Seeded text: {seeded.answers} answers, {seeded.tokens} tokens"
-    if not seeded.partings:
-        return f"{begins}, equal to no speculation."
-    begins += f"; {len(seeded.partings)} answers differ from no speculation"
-    bound = f"bound for {outcome.metadata['dtype']} {outcome.largest_gap:g} nats"
-    if not (bad := len(seeded.unexplained)):
-        return f"{begins}, each first where the target's own two draws nearly tie ({bound})."
-    return f"{begins}, {bad} of them first where nothing ties ({bound}): FAILS."
+    begins += f"; {len(found.partings)} answers differ from no speculation"
+    gaps = [each.gap for each in found.partings if each.gap is not None]
+    known = f"largest gap {max(gaps):.2g}, {bound}" if gaps else bound
+    if not (bad := len(found.unexplained)):
+        return f"{begins}, each first where two tokens nearly tie for the target itself ({known})."
+    return f"{begins}, {bad} of them first where nothing ties ({known}): FAILS."
 
 
 def verdict(outcome: Outcome) -> str:
@@ -312,11 +296,7 @@ def verdict(outcome: Outcome) -> str:
     for check in failed[:3]:
         claim = f"leans to {check.order}" if check.method == "score" else check.hypothesis
         reasons.append(f"{check.setting}: {claim} ({_place(check)}), {check.shift:.1%} off")
-    if outcome.unexplained:
-        reasons.append("greedy text differs from no speculation")
-    if outcome.seeded is not None and outcome.seeded.unexplained:
-        reasons.append("text with seeds differs from no speculation")
-    reasons += verify_workloads.reasons(outcome.served)
+    reasons += [f"{text} differs from no speculation" for text in outcome.differing]
     if outcome.equal_drafter_failed:
         reasons.append("the model's own drafts are not accepted")
     if reasons:
@@ -385,24 +365,10 @@ def write(outcome: Outcome, path: Path) -> None:
     }
     if outcome.served:
         document["workloads"] = verify_workloads.document(outcome.served)
-    if verification.greedy:
-        differences = [
-            {
-                "answer": each.sequence,
-                "token": len(each.context),
-                "expected": each.expected,
-                "found": each.found,
-                "gap": _finite(each.gap),
-            }
-            for each in outcome.greedy_results.differences
-        ]
-        passed = not outcome.unexplained
-        bound = outcome.largest_gap
-        document["greedy"] = {"bound": bound, "differences": differences, "passed": passed}
-    if outcome.seeded is not None:
-        passed = not outcome.seeded.unexplained
-        found = dataclasses.asdict(outcome.seeded)
-        document["seeded"] = {**found, "bound": outcome.largest_gap, "passed": passed}
+    for name, found in {"greedy": outcome.greedy, "seeded": outcome.seeded}.items():
+        if found is not None:
+            passed, bound = not found.unexplained, outcome.largest_gap
+            document[name] = {**dataclasses.asdict(found), "bound": bound, "passed": passed}
     if outcome.equal_drafter is not None:
         drafted, accepted = outcome.equal_drafter
         passed = not outcome.equal_drafter_failed

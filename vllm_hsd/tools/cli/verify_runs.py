@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,8 +31,8 @@ from vllm_hsd.tools.audit.sampled import Setting
 from vllm_hsd.tools.audit.servers import AT_ONCE, TOP_K
 from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS, Facts, Found
 from vllm_hsd.tools.audit.workloads import run as serve
-from vllm_hsd.tools.cli import bench, greedy, verify_report, verify_workloads
-from vllm_hsd.tools.cli.bench_jobs import Comparison, Job, Results
+from vllm_hsd.tools.cli import bench, verify_report, verify_workloads
+from vllm_hsd.tools.cli.bench_jobs import Comparison
 from vllm_hsd.tools.cli.bench_runs import engine_arguments
 from vllm_hsd.tools.cli.options import progress
 from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP, Outcome, Verification
@@ -272,12 +271,9 @@ def run(verification: Verification) -> Outcome:
     if dtype not in LARGEST_GAP:
         raise UserError(f"--dtype {dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
     sampled.refuse_coarse(dtype, settings)
-    results, seconds = Results(comparison), dict[str, float]()
-    count = min(len(prompts), BATCH_SIZE)
-    jobs = [Job(i, 0, BATCH_SIZE, 0.0, 0, tuple(range(count))) for i in (0, 1)]
-    greedy_params = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    seconds = dict[str, float]()
     untested: list[str] = []
-    with_seeds = found_seeded = None
+    greedy = found_greedy = with_seeds = found_seeded = None
     served: list[Found] = []
     recording: dict[str, Any] = {
         "offers": OFFERS if drafters.recorded else None,
@@ -285,7 +281,10 @@ def run(verification: Verification) -> Outcome:
     }
     with _timed(seconds, "speculation"), sides.speculating as engine:
         if verification.greedy:
-            results.generations[jobs[1]] = engine.generate(prompts[:count], greedy_params)
+            asked = prompts[:BATCH_SIZE]
+            count = len(asked) * ANSWER_TOKENS
+            plan = sampled.planned(asked, [Setting(0.0)], count, ANSWER_TOKENS, seeded=0)
+            greedy = sampled.generate(engine, plan, BATCH_SIZE, progress)
         seeds = not urls and keeps_seeds(config)
         if settings and seeds and STEADY in names:
             plan = sampled.planned(prompts, settings, SEEDED_TOKENS, ANSWER_TOKENS, seeded=1)
@@ -338,12 +337,9 @@ def run(verification: Verification) -> Outcome:
             for each in every:
                 sampled.add_drafter(engine, each, drafter.name, scale, BATCH_SIZE, progress)
     with _timed(seconds, "no speculation"), sides.plain as engine:
-        if verification.greedy:
-            results.generations[jobs[0]] = engine.generate(prompts[:count], greedy_params)
-            found = greedy.differences(results, prompts)
-            gaps_at = engine.gaps if urls else partial(engine.call, greedy.gaps_of_target)
-            results.differences = greedy.with_gaps(gaps_at, found)
         bound = LARGEST_GAP[dtype]
+        if greedy is not None:
+            found_greedy = seeded.compared(engine, greedy, bound)
         if with_seeds is not None:
             found_seeded = seeded.compared(engine, with_seeds, bound)
         ranges = [sampled.scored(engine, each, BATCH_SIZE, progress) for each in every]
@@ -361,10 +357,11 @@ def run(verification: Verification) -> Outcome:
         sides.metadata,
         texts,
         checks,
-        results,
         seconds,
         untested,
         _equal_drafter(verification, sides) if verification.equal_drafter else None,
+        greedy,
+        found_greedy,
         found_seeded,
         served,
     )

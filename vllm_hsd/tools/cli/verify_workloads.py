@@ -91,29 +91,12 @@ def _share(value: float) -> str:
     return f"{value:.1%}" if math.isfinite(value) else "none"
 
 
-def sentences(served: Sequence[Found]) -> list[str]:
-    """What was to be met and was not, and what differs."""
-    found = []
-    for each in served:
-        what = WORKLOADS[each.name].met
-        if each.met == 0:
-            found.append(f"{each.name}: its purpose was not met ({what} 0), so it shows nothing.")
-        if each.compared is not None and each.compared.partings:
-            count, bad = len(each.compared.partings), len(each.compared.unexplained)
-            ends = f"{bad} of them where nothing ties: FAILS" if bad else "each at a near tie"
-            found.append(
-                f"{each.name}: {count} of {each.compared.answers} answers differ from no "
-                f"speculation, {ends}."
-            )
-    return found
-
-
-def reasons(served: Sequence[Found]) -> list[str]:
-    """Of the verdict."""
+def unmet(served: Sequence[Found]) -> list[str]:
+    """A sentence for every workload of which what it is for was not met."""
     return [
-        f"{each.name}: text differs from no speculation"
+        f"{each.name}: its purpose was not met ({WORKLOADS[each.name].met} 0), so it shows nothing."
         for each in served
-        if each.compared is not None and each.compared.unexplained
+        if each.met == 0
     ]
 
 

@@ -58,9 +58,9 @@ class BigramModelLevel:
         starts: np.ndarray,
         counts: np.ndarray,
         num_logits: np.ndarray,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         owners, positions = last_positions(starts + counts, num_logits)
-        return self.logits(tokens[rows[owners], positions]) if len(owners) else None
+        return self.logits(tokens[rows[owners], positions])
 
     def logits(self, last: np.ndarray) -> torch.Tensor:
         """Of what follows tokens, [...] int: [..., V] float32."""

@@ -166,6 +166,8 @@ def measure_profile(
 def make_profile(
     task: Task, found: Acceptances, prompts: Prompts, latencies: Latencies | None
 ) -> Profile:
+    # Sums of float32 probabilities may exceed 1.
+    rates = np.minimum(found.rates, 1.0).round(6)
     profile = Profile(
         schema=3,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -176,7 +178,7 @@ def make_profile(
         sampling=task.sampling,
         prompts=prompts,
         max_draft_tokens=task.max_draft_tokens,
-        rates=[[None if np.isnan(r) else r for r in row] for row in found.rates.round(6).tolist()],
+        rates=[[None if np.isnan(r) else r for r in row] for row in rates.tolist()],
         tables="",  # known when it is saved
         latencies=latencies,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors.numpy import save_file
 
@@ -20,7 +20,7 @@ from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.levels import Level
 from vllm_hsd.tools import system
 from vllm_hsd.tools.planner.latencies import Latencies
-from vllm_hsd.tools.planner.survival import VERIFIERS, Acceptance, Verifier, independent_survival
+from vllm_hsd.tools.planner.survival import VERIFIERS, Acceptance, Verifier
 
 Floats = NDArray[np.float64]
 
@@ -28,11 +28,9 @@ SCHEMA = 3
 MAX_DRAFT_TOKENS = 63
 MAX_JSON_BYTES = 16 << 20
 MAX_TABLE_BYTES = 1 << 30
-# Rates are means over float32 probabilities: rounding may break exact inequalities by this much.
-TOLERANCE = 1e-5
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
-Rate = Annotated[float, Field(allow_inf_nan=False)] | None
+Rate = Annotated[float, Field(ge=0, le=1)] | None
 
 
 class _Strict(BaseModel):
@@ -94,7 +92,7 @@ class Profile(_Strict):
         rates: acceptance rate of every pair, [M + 1, M + 1]; null where one is a prompt lookup,
             which has no distribution of its own.
         tables: SHA-256 of the .safetensors file next to the profile, which holds `table_shapes`;
-            absent: acceptance is taken as independent with the rates.
+            empty before it is saved.
         latencies: absent as long as they have not been measured.
     """
 
@@ -108,7 +106,7 @@ class Profile(_Strict):
     prompts: Prompts | None = None
     max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
     rates: list[list[Rate]]
-    tables: str | None = None
+    tables: str
     latencies: Latencies | None = None
     _tables: dict[str, Floats] = {}
 
@@ -118,10 +116,6 @@ class Profile(_Strict):
         if len(self.rates) != models or any(len(row) != models for row in self.rates):
             raise ValueError(f"rates must be {models} x {models}: candidates, then the target")
         check_table_size(models, len(self.lookups), self.max_draft_tokens)
-        self.rate_matrix()
-        if self.lookups and self.tables is None:
-            name = self.candidates[self.lookups[0]].name
-            raise ValueError(f"candidate {name} is a prompt lookup, which needs 'tables'")
         if self.latencies is not None and len(self.latencies.forward) != models:
             raise ValueError(
                 f"latencies.forward must have {models} entries: candidates, then the target"
@@ -146,18 +140,11 @@ class Profile(_Strict):
         return [i for i, candidate in enumerate(self.candidates) if candidate.is_lookup]
 
     def rate_matrix(self) -> Floats:
-        """The rates as float64 [M + 1, M + 1], checked; nan where one is a prompt lookup."""
-        rates = np.array([[np.nan if r is None else r for r in row] for row in self.rates])
-        known = np.setdiff1d(np.arange(len(rates)), self.lookups)
-        inner = np.ix_(known, known)
-        checked = np.full_like(rates, np.nan)
-        checked[inner] = check_rates(rates[inner], [self.names[i] for i in known])
-        return checked
+        """The rates as float64 [M + 1, M + 1]; nan where one is a prompt lookup."""
+        return np.array([[np.nan if r is None else r for r in row] for row in self.rates])
 
     def acceptance(self, verifier: Verifier) -> Acceptance:
         """Acceptance under one verifier; pairs that were not measured accept nothing."""
-        if self.tables is None:
-            return Acceptance(independent_survival(self.rate_matrix(), self.max_draft_tokens))
         lookups = {i: self._tables[f"lookup{i}"] for i in self.lookups}
         return Acceptance(self._tables[verifier], lookups)
 
@@ -176,11 +163,10 @@ class Profile(_Strict):
     def save(self, path: str | Path) -> None:
         """Write the file and, before it, its tables; each whole or not at all."""
         path = Path(path)
-        if self._tables:
-            with written_whole(tables_file(path)) as unfinished:
-                stored = {k: each.astype(np.float32, "C") for k, each in self._tables.items()}
-                save_file(stored, unfinished)
-                self.tables = _digest(unfinished)
+        with written_whole(tables_file(path)) as unfinished:
+            stored = {k: each.astype(np.float32, "C") for k, each in self._tables.items()}
+            save_file(stored, unfinished)
+            self.tables = _digest(unfinished)
         text = self.model_dump_json(by_alias=True, exclude_none=True)
         with written_whole(path) as unfinished:
             unfinished.write_text(text + "\n")
@@ -204,45 +190,6 @@ def check_table_size(models: int, lookups: int, max_tokens: int) -> None:
             f"{models - 1} candidates with drafts of {max_tokens} tokens need tables of "
             f"{size / 2**30:.1f} GiB: lower --max-draft-tokens or give fewer candidates."
         )
-
-
-def check_rates(rates: ArrayLike, names: Sequence[str] | None = None) -> Floats:
-    """The rate matrix as float64 [M, M], if rates of M models can look like this.
-
-    Total variation is a metric, so rates obey rates[i, j] + rates[j, k] <= 1 + rates[i, k].
-    The diagonal is not read: a model always accepts its own tokens.
-
-    Raises:
-        UserError: not square, a missing pair (nan), a rate outside [0, 1], an asymmetric
-            pair, or a broken triangle inequality; the message names the models.
-    """
-    matrix = np.array(rates, dtype=np.float64)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise UserError(f"rates must be a square matrix, not of shape {matrix.shape}.")
-    names = [f"model {i}" for i in range(len(matrix))] if names is None else names
-    np.fill_diagonal(matrix, 1.0)
-    for i, j in np.argwhere(np.isnan(matrix)):
-        raise UserError(f"the acceptance rate of {names[i]} and {names[j]} is missing.")
-    for i, j in np.argwhere((matrix < -TOLERANCE) | (matrix > 1 + TOLERANCE)):
-        raise UserError(
-            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g}, outside [0, 1]."
-        )
-    for i, j in np.argwhere(np.abs(matrix - matrix.T) > TOLERANCE):
-        raise UserError(
-            f"the acceptance rate of {names[i]} and {names[j]} is {matrix[i, j]:g} one way and "
-            f"{matrix[j, i]:g} the other, but 1 - total variation is symmetric."
-        )
-    # excess[i, j, k] = rates[i, j] + rates[j, k] - 1 - rates[i, k]
-    excess = matrix[:, :, None] + matrix[None] - 1 - matrix[:, None, :]
-    i, j, k = map(int, np.unravel_index(int(excess.argmax()), excess.shape))
-    if excess[i, j, k] > TOLERANCE:
-        raise UserError(
-            f"the rates break the triangle inequality: {names[i]}-{names[j]} "
-            f"({matrix[i, j]:g}) plus {names[j]}-{names[k]} ({matrix[j, k]:g}) must not exceed "
-            f"1 plus {names[i]}-{names[k]} ({matrix[i, k]:g}); measure all pairs on the same "
-            f"contexts."
-        )
-    return matrix
 
 
 def real_path(value: object) -> object:
@@ -269,8 +216,7 @@ def load_profile(path: str | Path) -> Profile:
         )
     try:
         profile = Profile.model_validate(raw)
-        if profile.tables is not None:
-            profile.set_tables(_read_tables(tables_file(path), profile))
+        profile.set_tables(_read_tables(tables_file(path), profile))
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])

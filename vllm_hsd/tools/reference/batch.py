@@ -29,17 +29,18 @@ class Level(Protocol):
         starts: np.ndarray,
         counts: np.ndarray,
         num_logits: np.ndarray,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Feed `tokens[rows[i], starts[i] : starts[i] + counts[i]]` of every request i.
 
         Args:
             tokens: [table rows, max length] int32, the host's table of token ids.
             rows: [batch] int64, row of each request in `tokens`.
-            starts, counts: [batch] int64, positions to compute; the cache is valid before them.
+            starts, counts: [batch] int64, positions to compute, one at least; the cache is valid
+                before them.
             num_logits: [batch] int64, how many of the last computed positions yield logits.
 
         Returns:
-            [sum(num_logits), V] logits, request after request; None when all counts are zero.
+            [sum(num_logits), V] logits, request after request.
         """
 
 
@@ -48,8 +49,7 @@ class DraftBatch:
     """The requests that a cascade drafts for in one step; every array is indexed by slot.
 
     Attributes:
-        tokens: [table rows, max length] int32; drafts are written after the committed tokens.
-        rows: [slots] int64, row of each slot's request in `tokens`.
+        tokens: [slots, max length] int32; drafts are written after the committed tokens.
         end: [slots] int64, tokens in the text, first the committed ones; grows while drafting.
         cached: [levels, slots] int64, positions whose KV entries are valid; updated in place.
         eos: [slots] int64, token that ends the request, -1 for none; drafts end with it.
@@ -61,7 +61,6 @@ class DraftBatch:
     """
 
     tokens: np.ndarray
-    rows: np.ndarray
     end: np.ndarray
     cached: np.ndarray
     eos: np.ndarray
@@ -72,4 +71,4 @@ class DraftBatch:
 
     def texts(self, slots: np.ndarray) -> Texts:
         """Of the requests in [n] slots."""
-        return Texts(self.tokens, self.rows[slots], slots, self.end[slots])
+        return Texts(self.tokens, slots, slots, self.end[slots])

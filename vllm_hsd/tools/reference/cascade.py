@@ -10,18 +10,36 @@ run together and progress raggedly; what is kept per request is an array indexed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions, StepLevels
-from vllm_hsd.tools.lookup_level import LookupLevel
+from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
+from vllm_hsd.rules.chain import verify_batch, verify_greedy
+from vllm_hsd.rules.residual import CDF
+from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 from vllm_hsd.tools.reference.batch import DraftBatch, Level
 from vllm_hsd.tools.reference.drafts import DraftStore
-from vllm_hsd.tools.reference.level_models import LevelModels
-from vllm_hsd.tools.reference.lowest_level import LowestLevel
-from vllm_hsd.tools.reference.stopping import EntropyThresholds
-from vllm_hsd.tools.reference.verified import append_unverified, verify
+from vllm_hsd.tools.reference.stopping import EntropyThresholds, entropy_nats
+
+
+class Forward(NamedTuple):
+    """What a level's model says of R positions, request after request.
+
+    Attributes:
+        logits: [R, V].
+        probs: [R, V] that the level draws from and verifies by; None of greedy requests.
+        entropy: [R] float64 nats, NaN where the level does not stop by it.
+        uncertain: [R] bool, it exceeds the request's threshold.
+    """
+
+    logits: torch.Tensor
+    probs: torch.Tensor | None
+    entropy: np.ndarray
+    uncertain: np.ndarray
 
 
 class Cascade:
@@ -37,7 +55,7 @@ class Cascade:
 
     Attributes:
         levels: the model that runs at each level; None at a lowest level that looks up.
-        models: what those models compute; fills their caches.
+        context_lengths: longest text of each level in tokens.
         drafts: one `DraftStore` per level; the last one is what the target verifies.
         counts: of the levels.
     """
@@ -57,8 +75,9 @@ class Cascade:
         self.options, self.horizontal_tokens = list(options), horizontal_tokens
         self.drafts = [DraftStore(num_slots, length) for length in lengths]
         self.counts = LevelCounts.zeros(len(levels))
-        self.models = LevelModels(self.levels, self.options, self.counts)
-        self.lowest = LowestLevel(self.lookup, self.models, self.drafts[0])
+        self.context_lengths = [
+            UNLIMITED if model is None else model.context_length for model in self.levels
+        ]
 
     def forget(self, slot: int) -> None:
         """The slot's request has ended, or gives its slot up."""
@@ -118,9 +137,9 @@ class Cascade:
         drafts.clear(slots)
         if level == 0:
             if takes_part:
-                self.lowest.draft(batch, slots, requested)
+                self._draft_lowest(batch, slots, requested)
             return drafts
-        drafting = self.models.can_draft(batch, level, slots) & takes_part
+        drafting = self._can_draft(batch, level, slots) & takes_part
         if not drafting.all():
             # A level is left out, or the text outgrew it: the one below drafts in its place.
             out = slots[~drafting]
@@ -130,6 +149,39 @@ class Cascade:
             self._draft_verified(batch, level, slots[drafting], requested[drafting])
         return drafts
 
+    def _can_draft(self, batch: DraftBatch, level: int, slots: np.ndarray) -> np.ndarray:
+        """[n] bool, the requests whose text fits the level."""
+        able: np.ndarray = batch.end[slots] <= self.context_lengths[level]
+        return able
+
+    def _draft_lowest(self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray) -> None:
+        """Draft from a lookup, whose tokens are point masses, or from a model."""
+        if self.lookup is None:
+            fits = self._can_draft(batch, 0, slots)
+            self._draft_from_model(batch, slots[fits], requested[fits])
+            return
+        found = self.lookup.lookup(batch.texts(slots), requested)
+        owners, offsets = ragged_arange(found.counts)
+        now = slots[owners]
+        batch.tokens[now, batch.end[now] + offsets] = found.token_ids[owners, offsets]
+        batch.end[slots] += found.counts
+        first, unknown = ragged_starts(found.counts), np.full(len(owners), np.nan)
+        self.drafts[0].append(slots, found.token_ids, found.counts, None, first, 0, unknown)
+
+    def _draft_from_model(
+        self, batch: DraftBatch, slots: np.ndarray, requested: np.ndarray
+    ) -> None:
+        """Draft token by token, each drawn from the lowest model's probabilities."""
+        drafts, open_, first = self.drafts[0], requested > 0, ragged_starts(requested)
+        # Those that are left over are discarded.
+        uniforms = None if batch.greedy else batch.uniforms(slots, requested, 0)
+        while open_.any():
+            active = np.flatnonzero(open_)
+            now = slots[active]
+            drawn = None if uniforms is None else uniforms[first[active] + drafts.counts[now]]
+            ended = self._append_own(batch, 0, now, drawn)
+            open_[active] = (drafts.counts[now] < requested[active]) & ~ended
+
     def _draft_verified(
         self, batch: DraftBatch, level: int, slots: np.ndarray, requested: np.ndarray
     ) -> None:
@@ -138,7 +190,7 @@ class Cascade:
         A level whose verifier is "none" keeps all of the draft and adds a token.
         """
         drafts, most = self.drafts[level], self.options[level].max_rounds
-        context_length = self.models.context_lengths[level]
+        context_length = self.context_lengths[level]
         _, below_length = self.selection.below(level)
         open_ = requested > 0
         rounds = 0
@@ -164,16 +216,125 @@ class Cascade:
         below: DraftStore,
     ) -> np.ndarray:
         """Keep what a level accepts of drafts and a token of its own; [n] bool, which ones end."""
-        drafts, models = self.drafts[level], self.models
         self.counts.add_requests(self.selection.below(level)[0], requested, below.counts[slots])
         if self.options[level].verifier == "none":
-            return append_unverified(models, drafts, batch, level, slots, below)
-        accepted, ended = verify(models, drafts, batch, level, slots, below)
+            return self._append_unverified(batch, level, slots, below)
+        accepted, ended = self._keep_accepted(batch, level, slots, below)
         # Those that a level passes on unverified count where they are verified.
         self._count(Count.drafted, below, slots, below.counts[slots])
         self._count(Count.accepted, below, slots, accepted)
         self._move_thresholds(below, slots, accepted, batch.thresholds)
         return ended
+
+    def _append_own(
+        self, batch: DraftBatch, level: int, slots: np.ndarray, uniforms: np.ndarray | None
+    ) -> np.ndarray:
+        """Add a token of the level's model to each draft.
+
+        Args:
+            uniforms: [n] float64, None of greedy requests.
+
+        Returns:
+            [n] bool, drafts that end here: with eos, after a token that the level is unsure of, or
+            where the text outgrows the level.
+        """
+        one = np.ones(len(slots), dtype=np.int64)
+        forward = self._forward(batch, level, slots, one)
+        if forward.probs is None or uniforms is None:
+            token_ids = forward.logits.argmax(-1).cpu().numpy()
+        else:
+            drawn = torch.from_numpy(uniforms).to(forward.probs.device)
+            token_ids = CDF(forward.probs).draw(drawn).cpu().numpy()
+        batch.tokens[slots, batch.end[slots]] = token_ids
+        batch.end[slots] += 1
+        order, drafts = np.arange(len(slots)), self.drafts[level]
+        drafts.append(slots, token_ids[:, None], one, forward.probs, order, level, forward.entropy)
+        outgrown = batch.end[slots] > self.context_lengths[level]
+        ended: np.ndarray = (token_ids == batch.eos[slots]) | forward.uncertain | outgrown
+        return ended
+
+    def _append_unverified(
+        self, batch: DraftBatch, level: int, slots: np.ndarray, below: DraftStore
+    ) -> np.ndarray:
+        """Keep drafts that end the texts as they are, and add a token of the level to each.
+
+        Every token keeps the probabilities that it was drawn from, so the next verification is
+        lossless (Chen, "An Exploration of Hierarchical Speculative Decoding", Algorithm 2). Nothing
+        follows eos. Returns as `_append_own`.
+        """
+        last = batch.tokens[slots, batch.end[slots] - 1]
+        ended: np.ndarray = (below.counts[slots] > 0) & (last == batch.eos[slots])
+        self.drafts[level].extend(below, slots)
+        going = np.flatnonzero(~ended)
+        if not len(going):
+            return ended
+        now, one = slots[going], np.ones(len(going), np.int64)
+        uniforms = None if batch.greedy else batch.uniforms(now, one, level)
+        ended[going] = self._append_own(batch, level, now, uniforms)
+        return ended
+
+    def _keep_accepted(
+        self, batch: DraftBatch, level: int, slots: np.ndarray, below: DraftStore
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keep what the level accepts of drafts that end the texts, and the token drawn after it.
+
+        Nothing follows an accepted eos, not even the token drawn after it.
+
+        Returns:
+            tokens accepted, [n] int64, and drafts that end here, with eos or after a token that the
+            level is unsure of, [n] bool.
+        """
+        counts = below.counts[slots]
+        forward = self._forward(batch, level, slots, counts + 1)
+        if forward.probs is None:
+            chain = below.chain_batch(slots, forward.logits)
+            token_ids, accepted = verify_greedy(chain, forward.logits.argmax(-1).cpu().numpy())
+        else:
+            chain = below.chain_batch(slots, forward.probs)
+            uniforms = batch.uniforms(slots, counts + 1, level)
+            token_ids, accepted = verify_batch(chain, self.options[level].verifier, uniforms)
+        start = batch.end[slots] - counts
+        is_eos = (token_ids == batch.eos[slots][:, None]) & (token_ids >= 0)
+        ended: np.ndarray = is_eos.any(1)
+        last = np.where(ended, is_eos.argmax(1), accepted)
+        emitted = last + 1
+        batch.tokens[slots, start + last] = token_ids[np.arange(len(slots)), last]
+        batch.end[slots] = start + emitted
+        # What was computed from the last token on belongs to rejected tokens.
+        cached = batch.cached[: level + 1, slots]
+        batch.cached[: level + 1, slots] = np.minimum(cached, start + last)
+        first, drafts = ragged_starts(counts + 1), self.drafts[level]
+        drafts.append(slots, token_ids, emitted, forward.probs, first, level, forward.entropy)
+        # Ignore the entropy of rejected positions.
+        owners, offsets = ragged_arange(counts + 1)
+        ended[owners[forward.uncertain & (offsets < emitted[owners])]] = True
+        return accepted, ended
+
+    def _forward(
+        self, batch: DraftBatch, level: int, slots: np.ndarray, num_logits: np.ndarray
+    ) -> Forward:
+        """Run the level on all that its cache lacks of `slots`, which is then valid to the end.
+
+        Args:
+            slots: [n] int64.
+            num_logits: [n] int64, how many of the last positions are wanted.
+
+        Returns:
+            sum(num_logits) rows, request after request.
+        """
+        start, model = batch.cached[level, slots], self.levels[level]
+        counts = batch.end[slots] - start
+        assert model is not None
+        logits = model.forward(batch.tokens, slots, start, counts, num_logits)
+        self.counts.rows[level, Count.forwards] += 1
+        batch.cached[level, slots] = batch.end[slots]
+        owners = np.repeat(slots, num_logits)
+        probs = None if batch.greedy else batch.probs(logits, owners, level)
+        entropy, uncertain = np.full(len(owners), np.nan), np.zeros(len(owners), dtype=bool)
+        if self.options[level].stopping == "entropy":
+            entropy = entropy_nats(logits)
+            uncertain = batch.thresholds.exceeded(level, owners, entropy)
+        return Forward(logits, probs, entropy, uncertain)
 
     def _move_thresholds(
         self,

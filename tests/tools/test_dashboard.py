@@ -1,6 +1,5 @@
-"""`vllm-hsd watch` on a server of written metrics."""
+"""docs/grafana.json: what the dashboard asks for is there."""
 
-import io
 import json
 import re
 import shutil
@@ -9,35 +8,20 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from support.command_line import refused
 from support.stand_in_servers import listening
 from vllm.v1.metrics import loggers
 from vllm.v1.spec_decode import metrics as spec_decode_metrics
 
 from benchmarks.common import REPOSITORY
 from vllm_hsd.host import metrics
-from vllm_hsd.tools.cli.main import main
-from vllm_hsd.tools.cli.watch import Change, Snapshot, render
 
-BEFORE = """\
-vllm:num_requests_running{engine="0",model_name="m"} 3.0
-vllm:generation_tokens_total{engine="0",model_name="m"} 100.0
-vllm:generation_tokens_total{engine="1",model_name="m"} 100.0
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 10.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 8.0
-vllm_hsd:level_drafted_total{engine="0",level="0"} 40.0
-"""
-AFTER = """\
-vllm:generation_tokens_total{engine="2",model_name="m"} NaN
+METRICS = """\
 vllm:num_requests_running{engine="0",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 160.0
 vllm:generation_tokens_total{engine="1",model_name="m"} 140.0
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 30.0
@@ -52,69 +36,6 @@ vllm_hsd:level_seconds_total{engine="0",level="0"} 0.5
 vllm_hsd:source_drafted_total{engine="0",level="0",source="suffix"} 50.0
 vllm_hsd:source_accepted_total{engine="0",level="0",source="suffix"} 20.0
 """
-
-
-def shown(before: str, after: str) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
-    change = Change(Snapshot.parse(before, 0.0), Snapshot.parse(after, 2.0))
-    console.print(render(change, [1.0, 2.0]))
-    return " ".join(console.export_text().split())
-
-
-def test_rates_of_a_cascade():
-    text = shown(BEFORE, AFTER)
-    assert "50 tokens/s" in text  # both engines
-    assert "2.50 tokens per verified draft" in text
-    assert "4 running, 0 waiting" in text
-    assert "accepted by place 1: 75%" in text
-    # drafted/s, accepted, drafts/s, mean length, none drafted, share of time
-    assert "0 30 50% 0.0 3.0 25% 25%" in text
-    assert "suffix 25 40%" in text
-    assert "since its start: 40 of 100 drafted tokens accepted, 2.33 tokens" in text
-
-
-def test_a_server_without_levels_says_so():
-    text = shown("vllm:generation_tokens_total 1.0\n", "vllm:generation_tokens_total 3.0\n")
-    assert "1 tokens/s no draft just now" in text
-    assert "runs no cascade" in text
-
-
-def serving(text: Callable[[], str]) -> AbstractContextManager[str]:
-    """URL of a server whose answers are `text()`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text().encode())
-
-        def log_message(self, *args):
-            pass
-
-    return listening(Handler)
-
-
-def test_the_command(capsys):
-    with serving(iter([BEFORE, AFTER, AFTER]).__next__) as url:
-        assert main(["watch", f"{url}/v1", "--interval", "0.01", "--count", "2"]) == 0
-    # A view after the other where the output is no terminal.
-    out = capsys.readouterr().out
-    assert out.count("vllm-hsd watch") == 2 and "suffix" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["localhost:8000"], "not a URL"),
-        (["http://127.0.0.1:1"], "address of a running server"),
-        (["http://localhost:eight"], "address of a running server"),
-        (["http://127.0.0.1:1", "--interval", "0"], "--interval"),
-        (["http://127.0.0.1:1", "--interval", "inf"], "--interval"),
-        (["http://127.0.0.1:1", "--count", "0"], "--count"),
-    ],
-)
-def test_mistakes(arguments, word, capsys):
-    assert word in refused(capsys, "watch", *arguments)
 
 
 def dashboard_expressions() -> list[str]:
@@ -137,13 +58,19 @@ def test_the_dashboard_asks_for_metrics_that_are_there():
 def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
     started = time.monotonic()
 
-    def growing() -> str:
-        lines = [line.rsplit(" ", 1) for line in AFTER.splitlines() if "NaN" not in line]
-        factor = 1 + time.monotonic() - started
-        text = "".join(f"{name} {float(value) * factor}\n" for name, value in lines)
-        return f'{text}vllm:num_requests_waiting{{model_name="m"}} 1.0\n'
+    class Growing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            factor = 1 + time.monotonic() - started
+            for line in METRICS.splitlines():
+                name, value = line.rsplit(" ", 1)
+                self.wfile.write(f"{name} {float(value) * factor}\n".encode())
 
-    with serving(growing) as url:
+        def log_message(self, *args):
+            pass
+
+    with listening(Growing) as url:
         scrape = f"static_configs: [{{targets: ['{url.removeprefix('http://')}']}}]"
         (tmp_path / "prometheus.yml").write_text(
             f"scrape_configs: [{{job_name: vllm, scrape_interval: 1s, {scrape}}}]"
