@@ -33,6 +33,10 @@ class TableLevel:
         self.fed: dict[int, list[int]] = {}
         self.known: dict[Tokens, list[float]] = {}
 
+    def begin(self, prompt: list[int]) -> list[int]:
+        self.fed.clear()
+        return prompt
+
     def forward(self, tokens, rows, starts, counts, num_logits) -> torch.Tensor:
         logits = []
         for row, start, count, kept in zip(rows, starts, counts, num_logits, strict=True):

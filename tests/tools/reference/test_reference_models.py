@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import LevelOptions
@@ -25,10 +26,26 @@ def noisy(model, noise: float):
     return other
 
 
-@pytest.fixture(scope="module")
-def models():
+def llama():
+    return tiny_llama(VOCABULARY, eos_token_id=None)
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    ends = {"decoder_start_token_id": 0, "eos_token_id": None}
+    config = T5Config(vocab_size=VOCABULARY, **sizes, **ends)
+    model = T5ForConditionalGeneration(config).eval()
+    # With random weights, the tied head repeats the last token for ever.
+    model.lm_head = torch.nn.Linear(config.d_model, VOCABULARY, bias=False)
+    torch.nn.init.normal_(model.lm_head.weight, std=1.0)
+    return model
+
+
+@pytest.fixture(scope="module", params=[llama, t5])
+def models(request):
     """A target and two drafters."""
-    target = tiny_llama(VOCABULARY, eos_token_id=None)
+    target = request.param()
     return target, noisy(target, 0.15), noisy(target, 0.3)
 
 

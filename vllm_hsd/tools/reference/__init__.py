@@ -1,4 +1,7 @@
-"""A small reference engine on Hugging Face models; serving does not use it."""
+"""A small reference engine on Hugging Face models; serving does not use it.
+
+It hosts what vLLM's runners cannot: models below encoder-decoders.
+"""
 
 from vllm_hsd.tools.reference.engine import ReferenceAnswer, ReferenceEngine
 from vllm_hsd.tools.reference.models import HuggingFaceLevel

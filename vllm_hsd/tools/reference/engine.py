@@ -1,8 +1,9 @@
 """Speculative decoding with Hugging Face models, one request at a time: slow, short, exact.
 
-Serving does not use this engine. It is the reference for the vLLM path: it runs
-`tools.reference.cascade` and `vllm_hsd.rules` with probabilities in float64, single drafts and
-cascades of any depth, with entropy-based early stopping, several rounds and horizontal tokens.
+Serving does not use this engine. It is the reference for the vLLM path, and it hosts what vLLM's
+runners cannot: models below encoder-decoders. It runs `tools.reference.cascade` and
+`vllm_hsd.rules` with probabilities in float64: single drafts and cascades of any depth, with
+entropy-based early stopping, several rounds and horizontal tokens.
 """
 
 from __future__ import annotations
@@ -72,6 +73,12 @@ class ReferenceEngine:
     ) -> None:
         if len(levels) != len(options):
             raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
+        for i, level in enumerate(levels):
+            theirs = getattr(level, "encoder_decoder", None)
+            if theirs is not None and theirs != getattr(target, "encoder_decoder", None):
+                raise ValueError(
+                    f"levels[{i}] and the target must both be encoder-decoders or both decoders."
+                )
         self.target, self.verifier = target, verifier
         self.cascade = Cascade(levels, options, 1, horizontal_tokens) if levels else None
         self.levels = [] if self.cascade is None else self.cascade.levels
@@ -91,7 +98,7 @@ class ReferenceEngine:
         seed: int = 0,
         eos_token_id: int | None = None,
     ) -> ReferenceAnswer:
-        """Continue a prompt of a token at least.
+        """Continue a prompt; an encoder-decoder encodes it and starts from its start token.
 
         Args:
             temperature: 0 takes the argmax; each drafter multiplies it by its temperature scale.
@@ -102,9 +109,14 @@ class ReferenceEngine:
         """
         if self.cascade is not None:
             self.cascade.forget(0)
-        capacity = len(prompt_token_ids) + max_tokens + self.longest
-        scales, eos = [*self.scales, 1.0], -1 if eos_token_id is None else eos_token_id
-        request = Request(prompt_token_ids, capacity, scales, temperature, top_k, top_p, seed, eos)
+        first = list(prompt_token_ids)
+        for model in (*self.levels, self.target):
+            # Only levels with state per request have it.
+            if begin := getattr(model, "begin", None):
+                first = begin(list(prompt_token_ids))
+        capacity, scales = len(first) + max_tokens + self.longest, [*self.scales, 1.0]
+        eos = -1 if eos_token_id is None else eos_token_id
+        request = Request(first, capacity, scales, temperature, top_k, top_p, seed, eos)
         self.counts.take()
         result = ReferenceAnswer()
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:

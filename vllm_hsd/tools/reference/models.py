@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from vllm_hsd.tools.lookup_level import UNLIMITED
 
 
 class HuggingFaceLevel:
-    """A causal language model, for one request at a time.
+    """A causal language model or an encoder-decoder, for one request at a time.
 
     Args:
         model: on any device; it is put into evaluation mode.
@@ -26,12 +26,26 @@ class HuggingFaceLevel:
         self.keeps_cache = keeps_cache
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context_length = longest or UNLIMITED
-        self.cache = DynamicCache(config=model.config)
-        if keeps_cache and (any(self.cache.is_sliding) or any(self.cache.is_linear)):
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        cache = DynamicCache(config=model.config)
+        if keeps_cache and (any(cache.is_sliding) or any(cache.is_linear)):
             raise ValueError(
                 f"keeps_cache: the cache of {type(model).__name__} cannot drop rejected tokens "
                 "(sliding windows or recurrent layers): pass keeps_cache=False."
             )
+
+    @torch.inference_mode()
+    def begin(self, prompt: list[int]) -> list[int]:
+        """Start a request; returns what is continued, the prompt or a decoder's start token."""
+        self.cache: DynamicCache | EncoderDecoderCache | None = None
+        if self.keeps_cache:
+            self.cache = DynamicCache(config=self.model.config)
+            if self.encoder_decoder:
+                self.cache = EncoderDecoderCache(self.cache, DynamicCache())
+        if not self.encoder_decoder:
+            return prompt
+        self.encoded = self.model.get_encoder()(input_ids=self._ids(prompt))
+        return [self.model.config.decoder_start_token_id]
 
     @torch.inference_mode()
     def forward(
@@ -44,13 +58,16 @@ class HuggingFaceLevel:
     ) -> torch.Tensor:
         """Of one request, the logits float64 on the CPU."""
         (row,), (start,), (count,), (kept,) = rows, starts, counts, num_logits
-        end = start + count
-        if not self.keeps_cache:
-            start = 0
-        elif start == 0:
-            self.cache = DynamicCache(config=self.model.config)
+        if self.cache is None:
+            start, count = 0, start + count
         else:
             self.cache.crop(int(start) - self.cache.get_seq_length())
-        ids = torch.tensor([tokens[row, start:end].tolist()], device=self.model.device)
-        past = {"past_key_values": self.cache} if self.keeps_cache else {"use_cache": False}
-        return self.model(ids, **past).logits[0, -kept:].double().cpu()
+        ids = self._ids(tokens[row, start : start + count].tolist())
+        inputs = {"input_ids": ids}
+        if self.encoder_decoder:
+            inputs = {"decoder_input_ids": ids, "encoder_outputs": self.encoded}
+        output = self.model(**inputs, past_key_values=self.cache, use_cache=self.keeps_cache)
+        return output.logits[0, count - kept :].double().cpu()
+
+    def _ids(self, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens], device=self.model.device)
