@@ -7,13 +7,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oracle.distributions import batch_distribution
+from oracle.distributions import batch_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 from oracle.sequential import argmax
 
 from vllm_hsd.cascade.level import LookupResult
 from vllm_hsd.rules.inputs import ChainBatch
 from vllm_hsd.rules.residual import CDF
+from vllm_hsd.rules.tree import TreeRows
 from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 
 # Rounding errors of float64 must not become branches of their own.
@@ -93,6 +94,13 @@ def _drawn_by(choices: Choices):
     def pick(weights: torch.Tensor) -> int:
         return choices.sample([Fraction(w) if w > NOTHING else 0 for w in weights.tolist()])
 
+    def verify_tree(target, draft, tree, *, method, generator):
+        distribution = tree_distribution(target, draft, tree, method=method)
+        end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
+        path = TreeRows(target, draft, tree, method).path_to(end - 1)
+        tokens = [*(tree.tokens[n] for n in path), final]
+        return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
+
     def verify_batch(batch: ChainBatch, method, uniforms, target_ok=None):
         """Of one request."""
         assert batch.size == 1
@@ -113,5 +121,8 @@ def _drawn_by(choices: Choices):
         mock.patch("vllm_hsd.tools.reference.cascade.verify_batch", verify_batch),
         mock.patch("vllm_hsd.tools.reference.cascade.CDF", ChosenCDF),
         mock.patch("vllm_hsd.tools.reference.engine.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.tools.reference.engine.verify_tree", verify_tree),
+        # draw_iid and draw_without_replacement draw with it.
+        mock.patch("vllm_hsd.rules.tree.CDF", ChosenCDF),
     ):
         yield

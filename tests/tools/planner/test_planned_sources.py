@@ -51,14 +51,14 @@ def engine_of(models, levels, lengths):
 def test_rounds_are_those_of_an_engine(models, contexts, length):
     """At temperature 0, with what is learned from earlier texts; one source alone drafts others."""
     engine, rounds = engine_of(models, [TOGETHER], [length]), []
-    step = engine._step
+    step = engine._chain_step
 
     def noted(*arguments):
         drafted, accepted, emitted = step(*arguments)
         rounds.append((drafted, accepted))
         return drafted, accepted, emitted
 
-    engine._step = noted
+    engine._chain_step = noted
     texts, expected = [], []
     for context in contexts[:4]:
         rounds.clear()

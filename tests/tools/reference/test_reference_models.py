@@ -11,7 +11,7 @@ from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.text_store import collect_texts
 from vllm_hsd.tools.audit.tiny_models import tiny_llama
 from vllm_hsd.tools.planner.bigram_levels import BigramModelLevel
-from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine
+from vllm_hsd.tools.reference import HuggingFaceLevel, ReferenceEngine, TreeOptions
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 5, 7, 11, 5, 3], 16
 
@@ -63,6 +63,9 @@ ENGINES = {
         [PAIRS, SMALL, MID],
         {"options": [LevelOptions(1), LevelOptions(3), LevelOptions(6, max_rounds=2)]},
     ),
+    "three drafts": ([MID], {"draft_tree": TreeOptions((3, 1, 1))}),
+    "top-k tree": ([MID], {"draft_tree": TreeOptions((2, 2), "top_k")}),
+    "tree without replacement": ([MID], {"draft_tree": TreeOptions((2, 2), "without_replacement")}),
 }
 
 

@@ -1,9 +1,9 @@
 """Speculative decoding with Hugging Face models, one request at a time: slow, short, exact.
 
 Serving does not use this engine. It is the reference for the vLLM path, and it hosts what vLLM's
-runners cannot: models below encoder-decoders. It runs `tools.reference.cascade` and
-`vllm_hsd.rules` with probabilities in float64: single drafts and cascades of any depth, with
-entropy-based early stopping, several rounds and horizontal tokens.
+runners cannot: draft trees, K drafts, encoder-decoders. It runs `tools.reference.cascade` and
+`vllm_hsd.rules` with probabilities in float64: single drafts, cascades of any depth (with entropy-
+based early stopping, several rounds and horizontal tokens), K drafts and trees.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.counters import LevelCounts
+from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.rules import verify_tree
 from vllm_hsd.rules.chain import verify_batch, verify_greedy
 from vllm_hsd.rules.residual import is_normalized
 from vllm_hsd.tools.lookup_level import LookupLevel
@@ -23,6 +24,7 @@ from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.cascade import Cascade
 from vllm_hsd.tools.reference.drafts import DraftStore
 from vllm_hsd.tools.reference.request import ONLY, Request
+from vllm_hsd.tools.reference.trees import TreeOptions, grow, target_logits
 
 
 @dataclass
@@ -33,7 +35,7 @@ class ReferenceAnswer:
         token_ids: the continuation, eos included.
         target_calls: verifications by the target.
         drafted, accepted: draft tokens that the target verified, and that it accepted.
-        counts: per level, cheapest first.
+        counts: per level, cheapest first; for a tree `drafted` counts its nodes.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -49,7 +51,7 @@ class ReferenceAnswer:
 
 
 class ReferenceEngine:
-    """A target with a cascade below it.
+    """A target with a cascade below it, or with one drafter that draws trees.
 
     Args:
         target: the model whose distribution is kept, e.g. a `HuggingFaceLevel`.
@@ -57,6 +59,7 @@ class ReferenceEngine:
         options: one per level; the draft length of the last one is that of the target's drafts.
         verifier: "block" or "standard", how the target verifies a cascade's draft.
         horizontal_tokens: see `Cascade`.
+        draft_tree: of the single level, without `options`, `verifier` and `horizontal_tokens`.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -70,8 +73,9 @@ class ReferenceEngine:
         *,
         verifier: str = "block",
         horizontal_tokens: int = 0,
+        draft_tree: TreeOptions | None = None,
     ) -> None:
-        if len(levels) != len(options):
+        if draft_tree is None and len(levels) != len(options):
             raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
         for i, level in enumerate(levels):
             theirs = getattr(level, "encoder_decoder", None)
@@ -79,6 +83,17 @@ class ReferenceEngine:
                 raise ValueError(
                     f"levels[{i}] and the target must both be encoder-decoders or both decoders."
                 )
+        self.tree_drafter: tuple[Level, TreeOptions] | None = None
+        if draft_tree is not None:
+            if len(levels) != 1 or options or horizontal_tokens:
+                raise ValueError(
+                    "draft_tree needs exactly one level, no options and no horizontal_tokens."
+                )
+            if isinstance(levels[0], LookupLevel):
+                raise ValueError("draft_tree needs a level with probabilities, not a lookup.")
+            self.tree_drafter = levels[0], draft_tree
+            scale = draft_tree.temperature_scale
+            options = [LevelOptions(len(draft_tree.widths), temperature_scale=scale)]
         self.target, self.verifier = target, verifier
         self.cascade = Cascade(levels, options, 1, horizontal_tokens) if levels else None
         self.levels = [] if self.cascade is None else self.cascade.levels
@@ -106,7 +121,19 @@ class ReferenceEngine:
                 nothing.
             seed: of all random numbers of the request.
             eos_token_id: token that ends the request before `max_tokens`; None for none.
+
+        Raises:
+            ValueError: names the argument and what it may be.
         """
+        for fault, message in (
+            (not len(prompt_token_ids), "prompt_token_ids is empty: give at least one token"),
+            (max_tokens < 1, f"max_tokens is {max_tokens}, must be at least 1"),
+            (temperature < 0, f"temperature is {temperature}, must be 0 or above"),
+            (top_k < 0, f"top_k is {top_k}, must be 0 (off) or above"),
+            (not 0 < top_p <= 1, f"top_p is {top_p}, must be in (0, 1]"),
+        ):
+            if fault:
+                raise ValueError(f"{message}.")
         if self.cascade is not None:
             self.cascade.forget(0)
         first = list(prompt_token_ids)
@@ -122,7 +149,10 @@ class ReferenceEngine:
         while len(result.token_ids) < max_tokens and eos_token_id not in result.token_ids[-1:]:
             # The target adds a token of its own to every draft.
             most = min(self.longest, max_tokens - len(result.token_ids) - 1)
-            drafted, accepted, emitted = self._step(request, most)
+            if self.tree_drafter is None:
+                drafted, accepted, emitted = self._chain_step(request, most)
+            else:
+                drafted, accepted, emitted = self._tree_step(request, most, *self.tree_drafter)
             if eos_token_id in emitted:
                 emitted = emitted[: emitted.index(eos_token_id) + 1]
             request.commit(emitted)
@@ -133,7 +163,7 @@ class ReferenceEngine:
         result.counts = self.counts.take()
         return result
 
-    def _step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
+    def _chain_step(self, request: Request, most: int) -> tuple[int, int, list[int]]:
         """(draft tokens, accepted ones, tokens of one target call)."""
         drafts = DraftStore(1, 0)
         if self.cascade is not None:
@@ -142,7 +172,7 @@ class ReferenceEngine:
         count = int(counts[0])
         path = drafts.token_ids[0, :count]
         model = len(self.levels)
-        logits = request.target_logits(self.target, path)
+        logits = request.logits_along(self.target, model, path.tolist())
         probs = logits if request.greedy else request.probs(logits, model)
         chain = drafts.chain_batch(ONLY, probs)
         if request.greedy:
@@ -157,3 +187,21 @@ class ReferenceEngine:
             request.cached[:-1] = np.minimum(request.cached[:-1], request.length + accepted)
         emitted = [token for token in token_ids[0].tolist() if token >= 0]
         return count, int(accepted[0]), emitted
+
+    def _tree_step(
+        self, request: Request, most: int, drafter: Level, options: TreeOptions
+    ) -> tuple[int, int, list[int]]:
+        """(nodes, accepted ones, tokens of one target call)."""
+        draft = grow(drafter, options, request, most)
+        logits = target_logits(self.target, 1, draft, request)
+        emitted, path = verify_tree(
+            logits if request.greedy else request.probs(logits, 1),
+            draft.probs,
+            draft.tree,
+            method="greedy" if request.greedy else options.verifier,
+            generator=request.generator,
+        )
+        # Columns drafted, accepted, rounds, forwards.
+        gained = len(draft.tree), len(path), len(draft.tree) > 0, draft.forwards
+        self.counts.rows[0, : Count.forwards + 1] += gained
+        return len(draft.tree), len(path), emitted.tolist()

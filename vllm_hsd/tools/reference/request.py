@@ -51,6 +51,7 @@ class Request:
         if not self.greedy:
             self.warpers = [_warpers(temperature * s, top_k, top_p) for s in temperature_scales]
         self.seed, self.draws = seed, 0
+        self.generator = torch.Generator().manual_seed(seed)
         self.thresholds = EntropyThresholds.fresh(len(temperature_scales) - 1, 1)
 
     def probs(self, logits: torch.Tensor, model: int) -> torch.Tensor:
@@ -81,13 +82,17 @@ class Request:
             thresholds=self.thresholds,
         )
 
-    def target_logits(self, target: Level, path: np.ndarray) -> torch.Tensor:
-        """[n + 1, V] logits of the target after the tokens so far and after each of `path` [n]."""
+    def logits_along(self, level: Level, model: int, path: Sequence[int]) -> torch.Tensor:
+        """[len(path) + 1, V] logits after the tokens so far and after each token of `path`.
+
+        `level` runs, `model` is its row in `cached`.
+        """
         end = self.length + len(path)
         self.tokens[0, self.length : end] = path
-        valid = self.cached[-1]
-        logits = target.forward(self.tokens, ONLY, valid, end - valid, np.array([len(path) + 1]))
-        self.cached[-1] = end
+        valid = self.cached[model]
+        logits = level.forward(self.tokens, ONLY, valid, end - valid, np.array([len(path) + 1]))
+        # The next call needs the first of these logits again, and paths differ after it.
+        self.cached[model] = self.length - 1
         return logits
 
     def commit(self, emitted: Sequence[int]) -> None:
