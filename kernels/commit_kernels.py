@@ -20,49 +20,6 @@ from vllm_hsd.kernels.step_kernels import (
 )
 
 
-@triton.jit(do_not_specialize=["step"])
-def commit_draft_kernel(
-    rows_ptr,  # [B, N, V]
-    lse_ptr,  # float32 [B, N]
-    window_ptr,  # int32 [B, capacity]
-    window_stride,
-    end_ptr,  # int32 [B]
-    start_ptr,  # int32 [B], of level 0
-    drafted_ptr,  # int32 [B]
-    requested_ptr,  # int32 [B]
-    counts_ptr,  # int64 [L, 4]
-    temperature_ptr,  # float32 [B]
-    token_ptr,  # int64 [B]
-    token_lse_ptr,  # float32 [B]
-    threshold_ptr,  # float32 [B]
-    logits_ptr,  # [B, V]
-    logits_stride,
-    vocab_size,
-    step,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    if step < tl.load(requested_ptr + request):
-        temperature = tl.load(temperature_ptr + request)
-        if temperature > 0:
-            entry = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logits_ptr + request * logits_stride + entry, mask=entry < vocab_size)
-            x = without_filtered(x, temperature, tl.load(threshold_ptr + request))
-            row_ptr = rows_ptr + (request * N + step) * vocab_size
-            tl.store(row_ptr + entry, x, mask=entry < vocab_size)
-        if chunk == 0:
-            place = tl.load(start_ptr + request) + step
-            token = tl.load(token_ptr + request).to(tl.int32)
-            tl.store(window_ptr + request * window_stride + place, token)
-            lse = tl.load(token_lse_ptr + request)
-            tl.store(lse_ptr + request * N + step, lse)
-            tl.store(end_ptr + request, place + 1)
-            tl.store(drafted_ptr + request, step + 1)
-            add_count(counts_ptr, 0, INVALID, (is_finite(lse) == 0).to(tl.int32))
-
-
 @triton.jit(do_not_specialize=["rows"])
 def commit_verify_kernel(
     rows_ptr,  # [B, N, V]
@@ -136,7 +93,7 @@ def commit_verify_kernel(
             request_below(drafts, lengths_ptr, request, end, room, LEVEL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def commit_unverified_kernel(
     rows_ptr,  # [B, N, V]
     lse_ptr,  # float32 [B, N]
@@ -160,6 +117,7 @@ def commit_unverified_kernel(
     logits_ptr,  # [B, V]
     logits_stride,
     vocab_size,
+    step,  # of a draft op, with LEVEL = 0
     HAS_ROWS: tl.constexpr,  # False: what is below are point masses
     ADDS: tl.constexpr,  # False: the level draws no token of its own
     BELOW: tl.constexpr,
@@ -170,10 +128,13 @@ def commit_unverified_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    origin = tl.load(origin_ptr + request)
     own = at_level(LEVEL, level_stride, request)
+    if LEVEL > 0:
+        origin, taken = tl.load(origin_ptr + request), tl.load(taken_ptr + request)
+    else:
+        # There is nothing below.
+        origin, taken = tl.where(step < tl.load(requested_ptr + own), step, -1), 0
     if origin >= 0:
-        taken = tl.load(taken_ptr + request)
         begin = tl.load(start_ptr + own) + origin
         window_ptr += request * window_stride
         temperature = tl.load(temperature_ptr + request)

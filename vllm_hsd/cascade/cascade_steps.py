@@ -173,28 +173,9 @@ def commit_draft(
         ValueError: logits that are not of the rows' dtype or width.
     """
     rows = _rows(state, 0, logits)
-    vocab_size = rows.shape[2]
-    commit_kernels.commit_draft_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
-        rows,
-        state.lse[0],
-        *state.windows,
-        state.end,
-        state.start[0],
-        state.drafted[0],
-        state.requested[0],
-        state.counts,
-        state.temperature[0],
-        token_ids,
-        lse,
-        thresholds,
-        logits,
-        logits.stride(0),
-        vocab_size,
-        op.step,
-        N=rows.shape[1],
-        CHUNK=min(COPY_CHUNK, padded_size(vocab_size)),
-        num_warps=COPY_WARPS,
-    )
+    own = token_ids, lse, thresholds, logits, logits.stride(0)
+    # There is no draft from below.
+    _append(state, 0, 0, 0, rows, state.origin, own, op.step, adds=True)
 
 
 def commit_verify(
@@ -268,7 +249,7 @@ def commit_unverified(
     rows = _rows(state, op.level, logits)
     own = token_ids, lse, thresholds, logits, logits.stride(0)
     longest = state.lse[op.level - 1].shape[1]
-    _pass_on(state, op.level, op.level - 1, longest, rows, taken, own, adds=True)
+    _append(state, op.level, op.level - 1, longest, rows, taken, own, adds=True)
 
 
 def begin_tail(state: ProposalState, schedule: Schedule) -> None:
@@ -301,10 +282,10 @@ def _keep(state: ProposalState, level: int, feeder: int, longest: int) -> None:
     rows, taken = state.rows[level], state.drafted[feeder].clone()
     assert rows is not None
     nothing = taken, state.lse[level], state.lse[level], rows, 0
-    _pass_on(state, level, feeder, longest, rows, taken, nothing, adds=False)
+    _append(state, level, feeder, longest, rows, taken, nothing, adds=False)
 
 
-def _pass_on(
+def _append(
     state: ProposalState,
     level: int,
     feeder: int,
@@ -312,10 +293,11 @@ def _pass_on(
     rows: torch.Tensor,
     taken: torch.Tensor,
     own: tuple[torch.Tensor | int, ...],
+    step: int = 0,
     *,
     adds: bool,
 ) -> None:
-    """Launch `commit_unverified_kernel` for a draft of `feeder`, of at most `longest` tokens."""
+    """Append a draft of `feeder`, of at most `longest` tokens, and the token of `own` after it."""
     vocab_size, below = rows.shape[2], state.rows[feeder]
     commit_kernels.commit_unverified_kernel[(state.batch, triton.cdiv(vocab_size, COPY_CHUNK))](
         rows,
@@ -332,6 +314,7 @@ def _pass_on(
         taken,
         *own,
         vocab_size,
+        step,
         HAS_ROWS=below is not None,
         ADDS=adds,
         BELOW=state.lse[feeder].shape[1],
