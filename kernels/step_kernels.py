@@ -6,6 +6,7 @@ One program writes what belongs to a request. cascade/cascade_steps.py launches 
 import triton
 import triton.language as tl
 
+# Of `ProposalState.counts`.
 DRAFTED, ACCEPTED, ROUNDS, INVALID, COLUMNS = (tl.constexpr(i) for i in range(5))
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from support.kernel_reference import filtered
 
-from vllm_hsd.cascade.proposal_state import COUNTS
+from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.schedule import Draft, Verify, first_draw
+from vllm_hsd.kernels.step_kernels import INVALID
 from vllm_hsd.tools.planner.prompt_lookup import propose
 from vllm_hsd.tools.reference.stopping import entropy_nats
 
@@ -67,7 +68,7 @@ def stage(
         state.draws[b] = first_draw(n)
         if slot >= 0:
             state.row_of_slot[slot] = b
-            state.counts[-1, COUNTS.accepted] += max(int(num_sampled[b]) - 1, 0)
+            state.counts[-1, Count.accepted] += max(int(num_sampled[b]) - 1, 0)
 
 
 def place(state, schedule, op, groups, max_model_len, *, committed_too=True, lanes=0, tables):
@@ -120,7 +121,7 @@ def commit_draft(state, op, logits, token_ids, lse, thresholds):
             rows[b, op.step] = logits[b]
         state.lse[0][b, op.step] = lse[b]
         state.end[b], state.drafted[0, b] = place + 1, op.step + 1
-        state.counts[0, COUNTS.invalid] += int(not lse[b].isfinite())
+        state.counts[0, INVALID.value] += int(not lse[b].isfinite())
 
 
 def commit_verify(state, op, logits, result, thresholds):
@@ -141,10 +142,10 @@ def commit_verify(state, op, logits, result, thresholds):
         lse = result.target_lse[b, :emitted]
         state.lse[k][b, origin : origin + emitted] = lse
         drafted = int(state.drafted[k - 1, b])
-        state.counts[k - 1, COUNTS.drafted] += drafted
-        state.counts[k - 1, COUNTS.rounds] += int(drafted > 0)
-        state.counts[k - 1, COUNTS.accepted] += accepted
-        state.counts[k, COUNTS.invalid] += int((~lse.isfinite()).sum()) + accepted + 1 - emitted
+        state.counts[k - 1, Count.drafted] += drafted
+        state.counts[k - 1, Count.rounds] += int(drafted > 0)
+        state.counts[k - 1, Count.accepted] += accepted
+        state.counts[k, INVALID.value] += int((~lse.isfinite()).sum()) + accepted + 1 - emitted
         state.end[b], state.drafted[k, b] = begin + emitted, origin + emitted
         _request_below(state, state.draft_lengths.tolist(), k, b)
 
@@ -168,7 +169,7 @@ def commit_unverified(state, op, logits, token_ids, lse, thresholds, taken):
             else:
                 rows[b, origin : origin + n] = below[b, :n]
             rows[b, origin + n] = logits[b]
-        state.counts[k, COUNTS.invalid] += int(not lse[b].isfinite())
+        state.counts[k, INVALID.value] += int(not lse[b].isfinite())
         state.end[b], state.drafted[k, b] = begin + n + 1, origin + n + 1
         _request_below(state, state.draft_lengths.tolist(), k, b)
 
@@ -273,8 +274,8 @@ def collect(state, schedule, drafter=-1):
     for b in range(state.batch):
         drafted, end = int(state.drafted[top, b]), int(state.end[b])
         state.draft_length[b] = drafted
-        state.counts[drafter, COUNTS.drafted] += drafted
-        state.counts[drafter, COUNTS.rounds] += int(drafted > 0)
+        state.counts[drafter, Count.drafted] += drafted
+        state.counts[drafter, Count.rounds] += int(drafted > 0)
         for i in range(schedule.num_speculative_tokens):
             token = state.window[b, min(schedule.window + i, end - 1)]
             state.draft_tokens[b, i] = max(int(token), 0)

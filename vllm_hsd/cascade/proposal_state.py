@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.schedule import Schedule, Verify
 from vllm_hsd.kernels.filter_rows import Filters
+from vllm_hsd.kernels.step_kernels import COLUMNS
 
 
 class KVGroups(NamedTuple):
@@ -24,24 +24,6 @@ class KVGroups(NamedTuple):
     table_ptrs: torch.Tensor
     table_strides: torch.Tensor
     block_sizes: torch.Tensor
-
-
-class _Columns(NamedTuple):
-    """Columns of `ProposalState.counts`, the first ones those of `Count`.
-
-    Attributes:
-        drafted, accepted: draft tokens that the next level up verified, and that it accepted.
-        rounds: drafts with a token in them.
-        invalid: rows of logits that could not be sampled.
-    """
-
-    drafted: int = Count.drafted
-    accepted: int = Count.accepted
-    rounds: int = Count.rounds
-    invalid: int = 3
-
-
-COUNTS = _Columns()
 
 
 @dataclass
@@ -69,7 +51,8 @@ class ProposalState:
         draft_tokens: int64 [B, K], the proposal, filled up with the last token of the text.
         draft_length: int32 [B], tokens of the proposal.
         row_of_slot: int32 [max_num_reqs], row of a request's proposal, -1 for none.
-        counts: int64 [L, 4], columns as in `COUNTS`; only ever grows.
+        counts: int64 [L, 4], the first columns of `Count`, then rows of logits that could not be
+            sampled; only ever grows.
         draft_lengths: int32 [L], n of every level.
         input_ids: int32 [B * q], of a forward pass with q tokens for each request.
         positions: int64 [B * q].
@@ -170,7 +153,7 @@ class ProposalState:
             draft_tokens=empty(batch, longest, dtype=torch.int64),
             draft_length=empty(batch),
             row_of_slot=torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device),
-            counts=empty(levels, len(COUNTS), dtype=torch.int64),
+            counts=empty(levels, COLUMNS.value, dtype=torch.int64),
             draft_lengths=torch.tensor(schedule.draft_lengths, dtype=torch.int32, device=device),
             input_ids=empty(batch * fed),
             positions=empty(batch * fed, dtype=torch.int64),

@@ -14,10 +14,11 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.adaptive_verification import DraftConfidence
 from vllm_hsd.cascade.cascade_steps import stage
+from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds, observe_target
 from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.program import ProgramSources
-from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.cascade.vocabulary import readable
 from vllm_hsd.config.level_checks import check_states
@@ -259,7 +260,7 @@ class BaseSpeculator(StandaloneARSpeculator):
         self, verified: int, num_sampled: torch.Tensor, count: int
     ) -> torch.Tensor:
         """End a step without drafts of `count` requests; level `verified` made their last ones."""
-        self.state.counts[verified, COUNTS.accepted] += (num_sampled - 1).clamp(min=0).sum()
+        self.state.counts[verified, Count.accepted] += (num_sampled - 1).clamp(min=0).sum()
         self.state.row_of_slot.fill_(-1)
         # The target may be fed them, and vLLM leaves -1 in them after steps without drafts.
         return self.draft_tokens[:count].zero_()

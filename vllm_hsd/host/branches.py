@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_hsd.cascade.proposal_state import COUNTS, ProposalState
+from vllm_hsd.budget.source_choice import SourcesLookup
+from vllm_hsd.cascade.counters import Count
+from vllm_hsd.cascade.proposal_state import ProposalState
+from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.config.sizes import ladder_of
 from vllm_hsd.errors import UserError
 from vllm_hsd.host.branch_caches import OTHER_LAYOUT, BranchCaches
@@ -59,28 +62,13 @@ class Step(NamedTuple):
     inputs: torch.Tensor
 
 
-class Rows(Protocol):
-    """Where the rows of a proposal of B requests are, but for their chains of at most K tokens.
-
-    Attributes:
-        branches: int32 [B, R - 1, K], their tokens.
-        branch_counts: int32 [B, R - 1], how many; 0 for no row.
-    """
-
-    @property
-    def branches(self) -> torch.Tensor: ...
-
-    @property
-    def branch_counts(self) -> torch.Tensor: ...
-
-
 class HostedBranches:
     """The branches of a runner's requests.
 
     Args:
         runner: vLLM's, whose models are loaded.
         state: of proposals of the longest drafts.
-        lookup: what gives the branches.
+        lookup: what gives the branches: `branches` and `branch_counts` of the last proposal.
         chained: bool [max_num_reqs] on the host, requests that have to do without.
 
     Attributes:
@@ -99,7 +87,11 @@ class HostedBranches:
     """
 
     def __init__(
-        self, runner: Any, state: ProposalState, lookup: Rows, chained: np.ndarray
+        self,
+        runner: Any,
+        state: ProposalState,
+        lookup: SourcesLookup | SeveralDrafts,
+        chained: np.ndarray,
     ) -> None:
         self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
         self.longest, self.most = state.longest, lookup.branches.shape[1] + 1
@@ -207,7 +199,7 @@ class HostedBranches:
             LANES=padded_size(self.longest + 1),
             num_warps=1,
         )
-        state.counts[-1, COUNTS.drafted] += lookup.branch_counts[: len(slots)].sum()
+        state.counts[-1, Count.drafted] += lookup.branch_counts[: len(slots)].sum()
 
     def prepare(
         self, batch: Any, tables: tuple[torch.Tensor, ...], slot_mappings: torch.Tensor

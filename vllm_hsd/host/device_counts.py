@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from vllm_hsd.cascade.counters import Count, LevelCounts
-from vllm_hsd.cascade.proposal_state import COUNTS
 from vllm_hsd.cascade.schedule import Schedule
 from vllm_hsd.host import metrics
 from vllm_hsd.host.hooks import REGISTRY, RUNNER
+from vllm_hsd.kernels.step_kernels import INVALID
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class DeviceCounts:
             return None
         self.is_copying = False
         new, self.taken = self.on_host - self.taken, self.on_host.clone()
-        for level in set(new[:, COUNTS.invalid].nonzero().flatten().tolist()) - self.warned:
+        for level in set(new[:, INVALID.value].nonzero().flatten().tolist()) - self.warned:
             self.warned.add(level)
             logger.warning(
                 "%s gives logits that are not finite; its drafts are arbitrary there, "

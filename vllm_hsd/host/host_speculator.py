@@ -18,7 +18,7 @@ from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.budget.step_times import TIMED_AT_START
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.level import DraftingLevel, Level, StepLevels
-from vllm_hsd.cascade.proposal_state import COUNTS, KVGroups, ProposalState
+from vllm_hsd.cascade.proposal_state import KVGroups, ProposalState
 from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.forced_tokens import FORCED
 from vllm_hsd.host.host_branches import HostBranches
@@ -242,7 +242,7 @@ class HostSpeculator(BaseSpeculator):
             kept = int(np.minimum(accepted, forced).sum())
             self.counts.host.rows[-1, Count.accepted] += kept
             # What a step has accepted is counted for the level whose drafts it was to verify.
-            self.state.counts[self.program.selection.top, COUNTS.accepted] -= kept
+            self.state.counts[self.program.selection.top, Count.accepted] -= kept
             self.forced[slots] = 0
         if self.budget is not None:
             # Before: the slot's last request may have ended with a draft that was never verified.
