@@ -165,7 +165,8 @@ class Stream:
             budget.drafted_for_target(top, SLOTS, SLOTS + room * bool(levels), drafted, drafting)
             budget.times[-1].observe(1 + len(draft), self.times.verify(1 + len(draft)))
             if draft:
-                budget.target_verified(top, SLOTS, drafted, estimates, SLOTS + accepted)
+                verdict = drafted, estimates, SLOTS + accepted
+                budget.learn_acceptance(top, budget.target, SLOTS, *verdict)
             budget.step_ended(SLOTS, drafted, SLOTS + accepted)
         self.seconds += self.times.verify(1 + len(draft))
         if 1 in levels:

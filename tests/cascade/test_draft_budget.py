@@ -218,7 +218,7 @@ def test_requests_without_drafts_are_in_the_goodput_of_their_batch():
     for _ in range(100):
         budget.drafted_for_target(0, slots, 2 + 0 * slots, drafted, 0.0)
         told = slots[:4], drafted[:4], np.full((4, 4), 0.9), drafted[:4]
-        budget.target_verified(0, *told)
+        budget.learn_acceptance(0, 1, *told)
         budget.step_ended(slots, drafted, drafted)
     learned = budget.goodput[-1]
     # Two tokens a request in the mean, in a pass over 16 tokens in place of 8.

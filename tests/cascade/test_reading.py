@@ -24,7 +24,7 @@ def budget_of(requests: int) -> DraftBudget:
     for _ in range(200):
         right = np.logical_and.accumulate(rng.random((requests, LENGTH)) < 0.8, axis=1).sum(1)
         sure = np.full((requests, LENGTH), 0.8)
-        budget.target_verified(0, slots, np.full(requests, LENGTH), sure, right)
+        budget.learn_acceptance(0, 1, slots, np.full(requests, LENGTH), sure, right)
         budget.acceptance.count(0, 1, 1)
     # Nothing is due for a trial.
     budget.trials.pause[:] = LONGEST_PAUSE

@@ -343,7 +343,7 @@ class DraftBudget:
             verifying_seconds: of the verifier.
         """
         self._count(level, verifier, requested, drafted)
-        self._learn_acceptance(level, verifier, slots, drafted, estimates, accepted)
+        self.learn_acceptance(level, verifier, slots, drafted, estimates, accepted)
         self.times[verifier].observe(computed, verifying_seconds)
         emitted = int((accepted + 1).sum())
         self.goodput[verifier - 1].learn(len(slots), int(drafted.sum()), emitted, drafting_seconds)
@@ -359,17 +359,6 @@ class DraftBudget:
         """Take note of what the target will verify; arguments as for `level_verified`."""
         self._count(level, self.target, requested, drafted)
         self.waiting[slots], self.drafting_seconds, self.passes = True, seconds, 0
-
-    def target_verified(
-        self,
-        level: int,
-        slots: np.ndarray,
-        drafted: np.ndarray,
-        estimates: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        """Learn from drafts that the target has verified; arguments as for `level_verified`."""
-        self._learn_acceptance(level, self.target, slots, drafted, estimates, accepted)
 
     def step_ended(
         self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, followed: int = 0
@@ -399,7 +388,7 @@ class DraftBudget:
         filled = int((wanted & (drafted > 0)).sum())
         self.acceptance.count(self.rows[level, verifier], filled, int(wanted.sum()))
 
-    def _learn_acceptance(
+    def learn_acceptance(
         self,
         level: int,
         verifier: int,
@@ -408,6 +397,7 @@ class DraftBudget:
         estimates: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
+        """Learn how many tokens of drafts were accepted; arguments as for `level_verified`."""
         row, width = self.rows[level, verifier], int(drafted.max(initial=0))
         given = estimates[:, :width]
         given = np.where(np.isnan(given), PRIOR_ACCEPTANCE, given)

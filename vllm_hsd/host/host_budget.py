@@ -70,7 +70,8 @@ class HostBudget:
         for top in np.unique(self.top[slots[told]]).tolist():
             own = told & (self.top[slots] == top)
             estimates = program.estimate[top][slots[own]]
-            self.budget.target_verified(top, slots[own], drafted[own], estimates, accepted[own])
+            verified = drafted[own], estimates, accepted[own]
+            self.budget.learn_acceptance(top, self.budget.target, slots[own], *verified)
         self.awaits_verdict[slots] = False
         ended = sampled > 0
         self.budget.step_ended(slots[ended], drafted[ended], accepted[ended], followed)
