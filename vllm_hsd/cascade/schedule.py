@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.errors import UserError
-
-if TYPE_CHECKING:
-    from vllm_hsd.cascade.level import LevelOptions
 
 # Forward passes of one proposal; each is some ten graph nodes per layer.
 MAX_FORWARDS = 128

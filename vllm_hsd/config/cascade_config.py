@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.checked_files import read_json
 from vllm_hsd.config import platform
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.levels import KINDS, Keys, Level, Tokens, Verifier
 from vllm_hsd.levels.any_kind import with_underscores
 from vllm_hsd.levels.base import TargetVerifier
-
-if TYPE_CHECKING:
-    from vllm_hsd.cascade.level import LevelOptions
 
 MAX_LEVELS = 16
 MAX_CASCADE_BYTES = 1 << 20

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from vllm_hsd.cascade.level import LevelOptions
+from vllm_hsd.cascade.text_store import read_store, store_vocab_size
 from vllm_hsd.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-
-    from vllm_hsd.cascade.level import LevelOptions
 
 # "hierarchical" is the papers' name of block verification.
 _ALIAS = BeforeValidator(lambda value: "block" if value == "hierarchical" else value)
@@ -181,8 +181,6 @@ class LevelConfig(Keys):
             draft_length: most tokens that it passes to the level above at a time.
             verifier: the cascade's, for a level that has none of its own.
         """
-        from vllm_hsd.cascade.level import LevelOptions
-
         return LevelOptions(draft_length, verifier)
 
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig | None:
@@ -232,8 +230,6 @@ class SamplingKeys(LevelConfig):
     temperature_scale: Annotated[float, Field(ge=0.1, le=100, allow_inf_nan=False)] = 1.0
 
     def options(self, draft_length: int, verifier: str) -> LevelOptions:
-        from vllm_hsd.cascade.level import LevelOptions
-
         return LevelOptions(
             draft_length,
             verifier,
@@ -287,11 +283,6 @@ class VllmModelKeys(LevelConfig):
         keys = VllmModelKeys.model_fields.keys() - LevelConfig.model_fields.keys()
         return {key: getattr(self, key) for key in sorted(self.model_fields_set & keys)}
 
-    @classmethod
-    def short_name(cls, value: object) -> str:
-        """The last part of the model's path."""
-        return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else cls.kind
-
 
 class BranchKeys(LevelConfig):
     """Keys of levels of which the target can verify several drafts of a request in one pass.
@@ -338,8 +329,6 @@ def check_store(name: str, key: str, path: str, target: Target, shortest: int = 
     Raises:
         UserError: it cannot be read, was built for another vocabulary, or has no such text.
     """
-    from vllm_hsd.cascade.text_store import read_store, store_vocab_size
-
     with named(name):
         size, vocabulary = store_vocab_size(path, key), target.model_config.get_vocab_size()
         if size != vocabulary:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_hsd.cascade.bigram import successors
+from vllm_hsd.cascade.text_store import read_store
 from vllm_hsd.levels.base import LookupKeys, Measuring, Name, Target, check_store
 
 
@@ -27,9 +29,7 @@ class BigramLevelConfig(LookupKeys):
     def build(self, speculator: Any, index: int) -> Any:
         import torch
 
-        from vllm_hsd.cascade.bigram import successors
         from vllm_hsd.cascade.lookups import lookup_bigram
-        from vllm_hsd.cascade.text_store import read_store
 
         tokens, _ = successors(read_store(self.bigram, self.kind))
         successor = torch.from_numpy(tokens).to(speculator.device)
@@ -39,8 +39,6 @@ class BigramLevelConfig(LookupKeys):
         import torch
 
         from vllm_hsd.budget.source_choice import Estimates
-        from vllm_hsd.cascade.bigram import successors
-        from vllm_hsd.cascade.text_store import read_store
 
         _, probs = successors(read_store(self.bigram, self.kind))
         return Estimates(torch.from_numpy(probs).to(device), by_token=True)

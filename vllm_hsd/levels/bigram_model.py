@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_hsd.cascade.text_store import read_store
 from vllm_hsd.levels.base import Measuring, Name, Target, VerifyingKeys, check_store
 
 
@@ -24,7 +25,6 @@ class BigramModelLevelConfig(VerifyingKeys):
 
     def build(self, speculator: Any, index: int) -> Any:
         from vllm_hsd.cascade.bigram_rows import BigramRows
-        from vllm_hsd.cascade.text_store import read_store
 
         store = read_store(self.bigram_model, self.kind)
         return BigramRows.of(store, speculator.dtype, speculator.device)

@@ -29,6 +29,11 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
 
     model: Name
 
+    @classmethod
+    def short_name(cls, value: object) -> str:
+        """The last part of the path."""
+        return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else cls.kind
+
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
         from vllm_hsd.host.draft_models import draft_config
 

@@ -35,10 +35,6 @@ class MtpLevelConfig(VllmModelKeys):
     def stock_keys(self) -> dict[str, Any]:
         return {"method": "mtp", "model": self.mtp.model, **self.model_keys}
 
-    @classmethod
-    def short_name(cls, value: object) -> str:
-        return cls.kind
-
     def check(self, name: str, target: Target, draft_length: int) -> SpeculativeConfig:
         from vllm_hsd.host.draft_models import draft_config
 

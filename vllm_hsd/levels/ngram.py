@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from vllm_hsd.cascade.level import ngram_confidence, of_each_token
 from vllm_hsd.levels.base import Keys, LookupKeys, Measuring
 
 MAX_DRAFT = 128
@@ -50,10 +51,8 @@ class NgramLevelConfig(LookupKeys):
         import torch
 
         from vllm_hsd.budget.source_choice import Estimates
-        from vllm_hsd.cascade.level import ngram_confidence
 
-        confidence = torch.from_numpy(ngram_confidence(MAX_DRAFT))
-        each = torch.cat((confidence[:1], confidence[1:] / confidence[:-1]))
+        each = torch.from_numpy(of_each_token(ngram_confidence(MAX_DRAFT)))
         return Estimates(each.to(device), by_token=False)
 
     def measured(self, models: Measuring) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.levels.any_kind import Source, level_name
 from vllm_hsd.levels.base import (
     KINDS,
@@ -15,9 +16,6 @@ from vllm_hsd.levels.base import (
     Measuring,
     Probability,
 )
-
-if TYPE_CHECKING:
-    from vllm_hsd.cascade.level import LevelOptions
 
 MAX_SOURCES = 8
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from vllm_hsd.cascade.text_store import read_store
 from vllm_hsd.levels.base import (
     Keys,
     LookupKeys,
@@ -54,7 +55,6 @@ class SuffixLevelConfig(LookupKeys):
         from vllm_hsd.cascade.shared_outputs import SharedOutputs
         from vllm_hsd.cascade.suffix_lookup import SuffixLookup
         from vllm_hsd.cascade.text_order import order_texts
-        from vllm_hsd.cascade.text_store import read_store
 
         keys, device = self.suffix, speculator.device
         texts = None if keys.store is None else order_texts(read_store(keys.store), device)
