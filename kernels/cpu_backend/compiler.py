@@ -10,6 +10,8 @@ from types import ModuleType
 from triton._C.libtriton import ir, passes
 from triton.backends import compiler as base
 
+from . import checks, codegen, parser, toolchain
+
 
 @dataclass(frozen=True)
 class CPUOptions:
@@ -80,13 +82,9 @@ class CPUBackend(base.BaseBackend):
         return []  # alignment would only make more variants of a kernel
 
     def hash(self) -> str:
-        from . import toolchain
-
         return toolchain.identity()
 
     def parse_options(self, options: dict) -> CPUOptions:
-        from . import checks, toolchain
-
         bounds = checks.ACTIVE.bounds
         given = {key: value for key, value in options.items() if key in _USED and value is not None}
         return CPUOptions(bounds=bounds, flags=toolchain.flags(bounds), **given)
@@ -140,8 +138,6 @@ def c_of_module(module, metadata: dict) -> str:
     Raises:
         Unsupported: an operation is not known; names the kernel, the file and the line.
     """
-    from . import codegen, parser
-
     functions = parser.parse(str(module))
     metadata.update(name=functions[0].name, shared=0)
     return codegen.c_source(functions, bounds=metadata["bounds"])
@@ -149,6 +145,4 @@ def c_of_module(module, metadata: dict) -> str:
 
 def shared_object(source: str, metadata: dict) -> bytes:
     """The compiled kernel; its text is the same for kernels that differ in their names only."""
-    from . import toolchain
-
     return Path(toolchain.build(source, metadata["name"], metadata["flags"])).read_bytes()

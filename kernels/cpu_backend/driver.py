@@ -6,9 +6,11 @@ import ctypes
 import hashlib
 import os
 
+import torch
 from triton.backends import driver as base
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
+from triton.testing import do_bench
 
 from . import launcher
 
@@ -50,8 +52,6 @@ class CPUDriver(base.DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
-        import torch
-
         return not torch.cuda.is_available() and not torch.xpu.is_available()
 
     def map_python_to_cpp_type(self, ty: str) -> str:
@@ -61,13 +61,9 @@ class CPUDriver(base.DriverBase):
         return GPUTarget("cpu", "native", 1)
 
     def get_active_torch_device(self):
-        import torch
-
         return torch.device("cpu")
 
     def get_benchmarker(self):
-        from triton.testing import do_bench
-
         return do_bench
 
     def get_current_device(self) -> int:
@@ -80,8 +76,6 @@ class CPUDriver(base.DriverBase):
         return 0
 
     def get_device_interface(self):
-        import torch
-
         return torch.cpu
 
     def get_device_capability(self, device: int | None = None) -> tuple[int, int]:

@@ -16,7 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import checks
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from . import checks, toolchain
+from .compiler import IGNORED
 
 # Entry of a loaded kernel -> its library.
 LIBRARIES: dict[int, ctypes.CDLL] = {}
@@ -25,11 +31,6 @@ LIBRARIES: dict[int, ctypes.CDLL] = {}
 @functools.cache
 def extension() -> ModuleType:
     """launcher.c, compiled once for each Python."""
-    import torch
-    from triton import knobs
-
-    from . import toolchain
-
     source = (Path(__file__).parent / "launcher.c").read_text()
     options = f"{toolchain.flags()} -I{toolchain.HEADERS} -pthread"
     path = toolchain.build(source, "launcher", options)
@@ -170,16 +171,12 @@ def replace_launches() -> None:
 
     Where checks are active Triton's way stays, since it is the one that makes them.
     """
-    from triton.runtime.jit import JITFunction
-
     if not checks.ACTIVE.any() and "__getitem__" not in vars(JITFunction):
         JITFunction.__getitem__ = short_way()
 
 
 def short_way() -> Callable:
     """What takes the place of `JITFunction.__getitem__`: (kernel, grid) -> a launch."""
-    from triton.runtime.jit import JITFunction
-
     usual, run, of_grid = JITFunction.__getitem__, JITFunction.run, extension().of_grid
     caches: dict[Any, Any] = {}
 
@@ -196,8 +193,6 @@ def short_way() -> Callable:
 
 def cache_of(jit, run: Callable):
     """The compiled kernels of a JITFunction by the keys of calls, none at first."""
-    from .compiler import IGNORED
-
     kinds = "".join(
         "c" if p.is_constexpr else "n" if p.do_not_specialize else "s" for p in jit.params
     )
@@ -208,8 +203,6 @@ def cache_of(jit, run: Callable):
 
 def registered(jit, kernel) -> tuple[int, bytes, tuple] | None:
     """(entry, codes, globals that it depends on) of a kernel that Triton has just launched."""
-    from triton.compiler import CompiledKernel
-
     if type(kernel) is not CompiledKernel or kernel.function is None:
         return None
     codes = codes_of(kernel.src.signature.values())
