@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from vllm_hsd.host.engine_hooks import NeedsHooks
 from vllm_hsd.host.hooks import REGISTRY, RUNNER
+from vllm_hsd.host.host_speculator import HostSpeculator
 
 logger = logging.getLogger(__name__)
 # Kernels have variants for one request and for several.
@@ -30,8 +31,6 @@ def initialize_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     config = self.vllm_config
     if not current_platform.is_cpu() or not isinstance(config.speculative_config, NeedsHooks):
         return
-    from vllm_hsd.host.host_speculator import HostSpeculator
-
     if hosted := isinstance(self.speculator, HostSpeculator):
         self.speculator.time_levels()
     wanted, scheduler = config.kernel_config.enable_jit_warmup, self.scheduler_config

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_hsd.host.registry import Registry
 
-# Modules whose import fills the registry, in the order in which their replacements are made.
+# Modules whose import fills the registry.
 _MODULES = (
     "engine_hooks",
     "request_keys",

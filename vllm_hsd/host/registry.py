@@ -65,7 +65,7 @@ class Registry:
 
     Args:
         package: package whose modules register names when they are imported.
-        modules: those modules, in the order in which their replacements are made.
+        modules: those modules.
     """
 
     def __init__(self, package: str, modules: tuple[str, ...] = ()) -> None:

@@ -17,9 +17,15 @@ from vllm.v1.kv_cache_interface import (
 from vllm_hsd.cascade.shared_outputs import SharedOutputs
 from vllm_hsd.config import platform
 from vllm_hsd.errors import UserError
+from vllm_hsd.host.cascade_sampler import serve
+from vllm_hsd.host.draft_models import loading
 from vllm_hsd.host.engine_hooks import NeedsHooks
+from vllm_hsd.host.head_sources import HeadSources, with_lookups
 from vllm_hsd.host.hooks import REGISTRY, RUNNER, replace_on
+from vllm_hsd.host.host_speculator import HostSpeculator
 from vllm_hsd.host.registry import PLUGIN_ISSUE
+from vllm_hsd.host.sampler import BlockRejectionSampler
+from vllm_hsd.host.speculator import CascadeSpeculator
 
 _LORA_INPUTS = "vllm.v1.worker.gpu.lora_utils.LoraState.make_lora_inputs"
 
@@ -31,8 +37,6 @@ _LORA_INPUTS = "vllm.v1.worker.gpu.lora_utils.LoraState.make_lora_inputs"
     until="vLLM lets a plugin choose the rejection sampler",
 )
 def load_model(original, self, *args, **kwargs):
-    from vllm_hsd.host.draft_models import loading
-
     head = getattr(self.speculator, "head", None)
     if head is not None:
         # vLLM then has the target give out the states that the head names.
@@ -40,18 +44,13 @@ def load_model(original, self, *args, **kwargs):
     if named := getattr(self.speculative_config, "hsd_named", ""):
         self.speculator.load_model = loading(named)(self.speculator.load_model)
     original(self, *args, **kwargs)
-    if getattr(self.speculative_config, "hsd_sources", None) is not None:
-        from vllm_hsd.host.head_sources import HeadSources
-
-        if not isinstance(self.speculator, HeadSources):
-            raise UserError(
-                f"levels[0].sources: vLLM's {type(self.speculator).__name__} cannot draft next to "
-                "lookups on the V2 runner: leave these or that source out."
-            )
+    sources = getattr(self.speculative_config, "hsd_sources", None)
+    if sources is not None and not isinstance(self.speculator, HeadSources):
+        raise UserError(
+            f"levels[0].sources: vLLM's {type(self.speculator).__name__} cannot draft next to "
+            "lookups on the V2 runner: leave these or that source out."
+        )
     if isinstance(self.speculative_config, NeedsHooks):
-        from vllm_hsd.host.cascade_sampler import serve
-        from vllm_hsd.host.sampler import BlockRejectionSampler
-
         serve(self)
         if self.lora_config:
             replace_on(self.lora_state, _LORA_INPUTS, by=self.req_states)
@@ -105,8 +104,6 @@ def make_lora_inputs(original, states, req_ids, idx_mapping, num_scheduled_token
 )
 def new_head(original, cls, vllm_config, *args, **kwargs):
     if getattr(vllm_config.speculative_config, "hsd_sources", None) is not None:
-        from vllm_hsd.host.head_sources import with_lookups
-
         cls = with_lookups(cls)
     return original(cls) if original is object.__new__ else original(cls, vllm_config)
 
@@ -122,9 +119,6 @@ def new_head(original, cls, vllm_config, *args, **kwargs):
 def new_draft_model_speculator(original, cls, vllm_config, *args, **kwargs):
     stock = cls.__name__ == "StandaloneARSpeculator"
     if stock and getattr(vllm_config.speculative_config, "hsd", None) is not None:
-        from vllm_hsd.host.host_speculator import HostSpeculator
-        from vllm_hsd.host.speculator import CascadeSpeculator
-
         # Several drafts of a model have a program of their own, on a CPU too.
         several = vllm_config.speculative_config.hsd.several_drafts
         on_host = platform.read_on_host() and not several
