@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from support.engines import configuration_errors
@@ -11,7 +10,7 @@ from vllm import SamplingParams
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.host import registry
-from vllm_hsd.host.engine_hooks import validate_spec_decode
+from vllm_hsd.host.engine_hooks import NeedsHooks, validate_spec_decode
 from vllm_hsd.host.hooks import HOOKS, REGISTRY
 from vllm_hsd.host.registry import TESTED, installed_release
 from vllm_hsd.tools.cli import doctor
@@ -32,7 +31,7 @@ def test_a_name_says_why_and_a_replacement_when_it_can_go(hook):
 
 
 def test_a_seed_is_refused_where_one_of_n_answers_would_have_too_large_a_one():
-    served, most = SimpleNamespace(hsd_applies_min_p=True), 2**63 - 1
+    served, most = NeedsHooks(), 2**63 - 1
     asked = []
     for seed, n in ((most, 1), (most - 1, 2), (None, 3)):
         given = SamplingParams(seed=seed, n=n)

@@ -91,7 +91,7 @@ def reserve_for_branches():
     issue="vllm-project/vllm#42744",
 )
 def validate_spec_decode(original, self, speculative_config):
-    applies = getattr(speculative_config, "hsd_applies_min_p", False)
+    applies = isinstance(speculative_config, NeedsHooks)
     # vLLM gives the i-th of n answers seed + i.
     if applies and self.seed is not None and not -(2**63) <= self.seed <= 2**63 - self.n:
         each = " for each of the n answers, the i-th of which gets seed + i" * (self.n > 1)

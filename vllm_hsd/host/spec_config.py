@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field, SkipValidation
@@ -40,8 +40,6 @@ logger = init_logger(f"vllm.{__name__}")
 @config(repr=False)
 class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     """What vLLM carries around for a cascade; build it with `create`."""
-
-    hsd_applies_min_p: ClassVar[bool] = True
 
     method: str | None = None  # type: ignore[assignment]
     """"draft_model": vLLM 0.32 schedules asynchronously, and keeps slots in the cache, for methods

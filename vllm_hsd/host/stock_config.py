@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import ValidationError
 from vllm.config.speculative import SpeculativeConfig
@@ -24,7 +24,6 @@ class HierarchicalConfig(NeedsHooks, SpeculativeConfig):
         hsd_named: what messages call the head where it is a level of method "hsd", else empty.
     """
 
-    hsd_applies_min_p: ClassVar[bool] = True
     hsd_couples_all = False
     hsd_named = ""
 

@@ -1,7 +1,7 @@
 """Lossless verification of drafts, as pure functions on tensors."""
 
 from vllm_hsd.rules.chain import VerifyResult, verify_chain
-from vllm_hsd.rules.tree import Tree, draw_iid, draw_without_replacement, top_k, verify_tree
+from vllm_hsd.rules.tree import Tree, draw_iid, draw_without_replacement, verify_tree
 
 # The longest draft that the kernels verify, in tokens.
 MAX_KERNEL_DRAFT = 63
@@ -15,7 +15,6 @@ __all__ = [
     "VerifyResult",
     "draw_iid",
     "draw_without_replacement",
-    "top_k",
     "verify_chain",
     "verify_tree",
 ]

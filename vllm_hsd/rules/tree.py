@@ -98,7 +98,7 @@ def verify_tree(
             row i + 1 the one after node i. For `greedy` probabilities or logits of any floating
             dtype.
         draft_probs: [N, V], for every node the distribution that its token was drawn from (see
-            draw_iid, draw_without_replacement), or None when all are point masses (see top_k).
+            draw_iid, draw_without_replacement), or None when all are point masses.
             Not read by `greedy`.
         tree: N nodes in draw order.
         method: "traversal", "recursive_rejection" or "greedy".
@@ -317,8 +317,3 @@ def draw_without_replacement(
         rows[i] /= cdf.total.to(row.dtype)
         rows[i + 1 :, tokens[i]] = 0
     return tokens, rows
-
-
-def top_k(row: torch.Tensor, k: int) -> torch.Tensor:
-    """The k likeliest tokens of logits or probabilities [V], int64 [k]; proposals: point masses."""
-    return row.topk(k).indices

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from vllm_hsd.rules import Tree, draw_iid, draw_without_replacement, top_k
+from vllm_hsd.rules import Tree, draw_iid, draw_without_replacement
 from vllm_hsd.rules.tree import ROOT
 from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.request import Request
@@ -105,7 +105,7 @@ def _siblings(
 ) -> tuple[list[int], torch.Tensor | None]:
     """Tokens in draw order and their proposals [k, V], None when they are point masses."""
     if draw == "top_k":
-        return top_k(logits[0], min(width, logits.shape[1])).tolist(), None
+        return logits[0].topk(min(width, logits.shape[1])).indices.tolist(), None
     row = request.probs(logits, 0)[0]
     if draw == "iid":
         tokens, probs = draw_iid(row, width, request.generator)
