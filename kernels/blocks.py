@@ -116,13 +116,6 @@ def exp_shifted(x, maximum):
 
 
 @triton.jit
-def max_and_sum(x):
-    """max(x) and sum(exp(x - max)); the sum is NaN if x holds a NaN or +inf, 0 if all are -inf."""
-    maximum = tl.max(x, axis=0)
-    return maximum, tl.sum(exp_shifted(x, maximum), axis=0)
-
-
-@triton.jit
 def max_and_index(x, entry):
     """max(x) and its lowest index as a float32, with NaN as the maximum (as torch.argmax)."""
     none: tl.constexpr = 2147483647
@@ -183,48 +176,13 @@ def chunk_argmax(
 
 @triton.jit
 def store_max_and_sum(stats_ptr, stats_stride, x):
-    """Statistics of a chunk of scaled logits: its maximum, and `stats_stride` after it the sum."""
-    maximum, total = max_and_sum(x)
-    tl.store(stats_ptr, maximum)
-    tl.store(stats_ptr + stats_stride, total)
+    """Store the maximum of a chunk of scaled logits, and `stats_stride` after it sum(exp(x - max)).
 
-
-@triton.jit
-def store_row_stats(
-    stats_ptr,
-    stats_stride,
-    target_row,
-    draft_row_ptr,
-    draft_temperature_ptr,
-    first,
-    vocab_size,
-    READ_DRAFT: tl.constexpr,
-    COUPLED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Statistics of one chunk of a target row and, with READ_DRAFT, of its proposal row.
-
-    Written at stats_ptr + 0, 1 (target), 2, 3 (proposal) times stats_stride: the maximum, and the
-    sum of exp(x - maximum); for a greedy target (T = 0) the argmax in place of the sum, and for a
-    coupled one (T < 0, with COUPLED) that of its perturbed logits. `target_row` is as in
-    perturbed_argmax.
+    The sum is NaN if x holds a NaN or +inf, 0 if all are -inf.
     """
-    target_row_ptr, temperature, threshold, _, _ = target_row
-    entry = first + tl.arange(0, CHUNK)
-    if temperature > 0:
-        x = load_kept(target_row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
-        store_max_and_sum(stats_ptr, stats_stride, x)
-    else:
-        maximum, index = chunk_argmax(target_row, first, vocab_size, COUPLED, CHUNK, BLOCK)
-        tl.store(stats_ptr, maximum)
-        tl.store(stats_ptr + stats_stride, index)
-    if READ_DRAFT:
-        draft_temperature = tl.load(draft_temperature_ptr)
-        # A greedy target does not read the proposals, and one-hot proposals have no row.
-        if (temperature > 0) & (draft_temperature > 0):
-            x = load_scaled(draft_row_ptr, entry, vocab_size, 1.0 / draft_temperature)
-            store_max_and_sum(stats_ptr + 2 * stats_stride, stats_stride, x)
+    maximum = tl.max(x, axis=0)
+    tl.store(stats_ptr, maximum)
+    tl.store(stats_ptr + stats_stride, tl.sum(exp_shifted(x, maximum), axis=0))
 
 
 @triton.jit

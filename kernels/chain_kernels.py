@@ -9,12 +9,14 @@ import triton.language as tl
 from vllm_hsd.kernels.blocks import (
     argmax_of_chunks,
     block_masses,
+    chunk_argmax,
     exp_shifted,
     extract_lane,
     inverse_cdf_index,
     inverse_temperature,
     load_kept,
-    store_row_stats,
+    load_scaled,
+    store_max_and_sum,
 )
 from vllm_hsd.kernels.chain_rule import (
     bound_acceptance,
@@ -26,7 +28,9 @@ from vllm_hsd.kernels.chain_rule import (
 
 @triton.jit(do_not_specialize=["stats_stride", "position_skip"])
 def row_stats_kernel(
-    stats_ptr,  # float32 [4, B, K + 1, CHUNKS]: max, sum (T = 0: argmax) of target; of draft
+    # Max and sum of exp(x - max) of the target's rows, and of the draft's; in the place of the sum
+    # the argmax of a greedy row (T = 0) or of a coupled one's perturbed logits (T < 0).
+    stats_ptr,  # float32 [4, B, K + 1, CHUNKS]
     stats_stride,  # B * (K + 1) * CHUNKS
     arrived_ptr,  # int32 [B]
     target_ptr,  # [num_logits, V]
@@ -76,25 +80,25 @@ def row_stats_kernel(
             # Before the verified inputs of each request lie `position_skip` others.
             at = target_row + row + (request + 1) * position_skip
             position = tl.load(position_ptr + at)
-        store_row_stats(
-            stats_ptr + (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + chunk,
-            stats_stride,
-            (
-                target_ptr + (target_row + row) * target_stride,
-                temperature,
-                threshold,
-                seed,
-                position,
-            ),
-            draft_ptr + draft_origin * draft_stride_origin + row * draft_stride_row,
-            draft_temperature_ptr + state,
-            chunk * CHUNK,
-            vocab_size,
-            READ_DRAFT,
-            COUPLED,
-            CHUNK,
-            BLOCK,
-        )
+        entry = chunk * CHUNK + tl.arange(0, CHUNK)
+        target_row_ptr = target_ptr + (target_row + row) * target_stride
+        stats_ptr += (request * (MAX_DRAFT + 1) + row) * tl.num_programs(0) + chunk
+        if temperature > 0:
+            x = load_kept(target_row_ptr, entry, vocab_size, 1.0 / temperature, threshold)
+            store_max_and_sum(stats_ptr, stats_stride, x)
+        else:
+            own = target_row_ptr, temperature, threshold, seed, position
+            first = chunk * CHUNK
+            maximum, index = chunk_argmax(own, first, vocab_size, COUPLED, CHUNK, BLOCK)
+            tl.store(stats_ptr, maximum)
+            tl.store(stats_ptr + stats_stride, index)
+        if READ_DRAFT:
+            draft_temperature = tl.load(draft_temperature_ptr + state)
+            # A greedy target does not read the proposals, and one-hot proposals have no row.
+            if (temperature > 0) & (draft_temperature > 0):
+                draft_ptr += draft_origin * draft_stride_origin + row * draft_stride_row
+                x = load_scaled(draft_ptr, entry, vocab_size, 1.0 / draft_temperature)
+                store_max_and_sum(stats_ptr + 2 * stats_stride, stats_stride, x)
 
 
 @triton.jit(do_not_specialize=["stats_stride", "stream", "draw_offset", "count_stride"])
@@ -165,25 +169,13 @@ def verify_kernel(
     mass_ptr += request * (MAX_DRAFT + 1) * chunks * parts
     seed = tl.load(seed_ptr + state)
     draw = tl.load(draw_ptr + state) + draw_offset
+    draft_lse_ptr += draft_origin * draft_lse_stride_origin
     length, tau, undecided, log_a, u, target_lse, draft_lse = bound_acceptance(
-        stats_ptr,
-        stats_stride,
-        target_ptr,
-        target_stride,
-        draft_ptr,
-        draft_stride_row,
-        draft_lse_ptr + draft_origin * draft_lse_stride_origin,
-        draft_lse_stride_row,
-        threshold_ptr,
-        token,
-        num_drafted,
-        seed,
-        draw,
-        stream,
-        temperature,
-        draft_temperature,
-        one_hot,
-        chunks,
+        (stats_ptr, stats_stride, chunks),
+        (target_ptr, target_stride, temperature, threshold_ptr),
+        (draft_ptr, draft_stride_row, draft_temperature, draft_lse_ptr, draft_lse_stride_row),
+        (token, num_drafted, one_hot),
+        (seed, stream, draw),
         row,
         BLOCK_VERIFICATION,
         HAS_LSE,

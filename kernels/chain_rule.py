@@ -64,24 +64,11 @@ def _compose_capped(sum1, cap1, sum2, cap2):
 
 @triton.jit
 def bound_acceptance(
-    stats_ptr,
-    stats_stride,
-    target_ptr,
-    target_stride,
-    draft_ptr,
-    draft_stride_row,
-    draft_lse_ptr,
-    draft_lse_stride_row,
-    threshold_ptr,
-    token,
-    length,
-    seed,
-    draw,
-    stream,
-    temperature,
-    draft_temperature,
-    one_hot,
-    chunks,
+    stats,
+    target,
+    draft,
+    drafted,
+    key,
     row,
     BLOCK_VERIFICATION: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -91,12 +78,20 @@ def bound_acceptance(
 ):
     """What the logsumexps alone decide about a request; pointers are at its first row.
 
-    Lane r is the prefix of r tokens and the rows after it.
+    Lane r is the prefix of r tokens and the rows after it. `stats`: pointer, stride, chunks;
+    `target`: pointer, stride, T, thresholds; `draft`: pointer, stride, T, logsumexps, their stride;
+    `drafted`: tokens [ROWS], how many, whether they are point masses; `key`: (seed, stream, draw)
+    of the first uniform.
 
     Returns (valid length, longest prefix that is certainly accepted, int32 [ROWS] 1 where a
     longer prefix may still be accepted, log prefix acceptance probability [ROWS], uniforms
     [ROWS], logsumexps of target [ROWS] and proposals [ROWS]).
     """
+    stats_ptr, stats_stride, chunks = stats
+    target_ptr, target_stride, temperature, threshold_ptr = target
+    draft_ptr, draft_stride_row, draft_temperature, draft_lse_ptr, draft_lse_stride_row = draft
+    token, length, one_hot = drafted
+    seed, stream, draw = key
     c = tl.arange(0, CHUNKS)
     inside = (row < length)[:, None] & (c < chunks)[None, :]
     slot = stats_ptr + row[:, None] * chunks + c[None, :]

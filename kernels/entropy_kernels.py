@@ -48,8 +48,9 @@ def _entropy_of_chunks(maximum, total, moment):
 
 
 @triton.jit
-def _observe_rejection(total_ptr, count_ptr, slots, slot, entropy_ptr, drafter_ptr, place):
+def _observe_rejection(thresholds, slot, entropy_ptr, drafter_ptr, place):
     """Move the threshold of the level that drafted a rejected token."""
+    total_ptr, count_ptr, slots = thresholds
     entropy = tl.load(entropy_ptr + place)
     # Unknown for tokens of levels that draft fixed lengths.
     if entropy == entropy:
@@ -93,6 +94,7 @@ def stop_kernel(
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request).to(tl.int64)
     own = LEVEL * level_stride + request
+    thresholds = total_ptr, count_ptr, slots
     requested = tl.load(requested_ptr + own)
     number = tl.full((), 1 if ADDS else 0, tl.int32)
     if VERIFIES or PASSES_ON:
@@ -108,15 +110,8 @@ def stop_kernel(
             accepted = tl.load(accepted_ptr + request)
             number = tl.load(emitted_ptr + request)
             if accepted < below:
-                _observe_rejection(
-                    total_ptr,
-                    count_ptr,
-                    slots,
-                    slot,
-                    below_entropy_ptr,
-                    below_drafter_ptr,
-                    below_place + accepted,
-                )
+                at = below_place + accepted
+                _observe_rejection(thresholds, slot, below_entropy_ptr, below_drafter_ptr, at)
         if PASSES_ON:
             there = lane < below
             passed = tl.load(below_entropy_ptr + below_place + lane, mask=there)
@@ -166,12 +161,5 @@ def observe_target_kernel(
         # The step has verified no more of the draft than it was fed.
         fed = accepted + tl.load(num_rejected_ptr + request)
         if accepted < tl.minimum(tl.load(draft_length_ptr + row), fed):
-            _observe_rejection(
-                total_ptr,
-                count_ptr,
-                slots,
-                slot,
-                entropy_ptr,
-                drafter_ptr,
-                row * N + accepted,
-            )
+            thresholds = total_ptr, count_ptr, slots
+            _observe_rejection(thresholds, slot, entropy_ptr, drafter_ptr, row * N + accepted)
