@@ -1,4 +1,4 @@
-"""The kinds of levels, a file each: keys, checks, construction, cost, what is measured.
+"""The kinds of levels, a file each: keys, checks, construction.
 
 A new kind is a subclass of `base.LevelConfig` in a file of its own that is imported here.
 Everything else loops over `KINDS`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -58,37 +58,6 @@ class Target:
 
     model_config: ModelConfig
     parallel_config: ParallelConfig
-
-
-class Measuring(Protocol):
-    """What `vllm-hsd profile` can measure without an engine; each is named by a user's value."""
-
-    def measured(self, level: LevelConfig) -> Any:
-        """As `LevelConfig.measured`; of another candidate, what that one has."""
-
-    def drafter(self, path: str) -> Any:
-        """A draft model."""
-
-    def prompt_lookup(self, shortest: int, longest: int) -> Any:
-        """A prompt lookup of n-grams of some lengths."""
-
-    def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> Any:
-        """Several lookups, of which the most promising one drafts."""
-
-    def suffix(self, path: str | None, min_acceptance: float) -> Any:
-        """A suffix lookup, in a store of texts too if there is one."""
-
-    def bigram(self, path: str) -> Any:
-        """A lookup of the likeliest token after the last one in a store of texts."""
-
-    def bigram_model(self, path: str) -> Any:
-        """A bigram model of a store of texts."""
-
-    def exit(self, layers: int, head: str | None) -> Any:
-        """The target's first layers, with the exit head of a directory if there is one."""
-
-    def eagle3(self, path: str) -> Any:
-        """An EAGLE-3 head of the target."""
 
 
 # kind -> its class, in the order in which messages list the kinds
@@ -208,14 +177,6 @@ class LevelConfig(Keys):
             index: position in the cascade, 0 the cheapest.
         """
         raise NotImplementedError
-
-    def measured(self, models: Measuring) -> Any:
-        """What `vllm-hsd profile` measures of it: a model, or a lookup, which is replayed.
-
-        Raises:
-            UserError: it measures no such level, or the level does not fit the target.
-        """
-        raise UserError(f"`vllm-hsd profile` does not measure levels of kind '{self.kind}'.")
 
 
 class SamplingKeys(LevelConfig):

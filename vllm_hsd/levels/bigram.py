@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_hsd.cascade.bigram import successors
 from vllm_hsd.cascade.text_store import read_store
-from vllm_hsd.levels.base import LookupKeys, Measuring, Name, Target, check_store
+from vllm_hsd.levels.base import LookupKeys, Name, Target, check_store
 
 
 class BigramLevelConfig(LookupKeys):
@@ -42,6 +42,3 @@ class BigramLevelConfig(LookupKeys):
 
         _, probs = successors(read_store(self.bigram, self.kind))
         return Estimates(torch.from_numpy(probs).to(device), by_token=True)
-
-    def measured(self, models: Measuring) -> Any:
-        return models.bigram(self.bigram)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_hsd.cascade.text_store import read_store
-from vllm_hsd.levels.base import Measuring, Name, Target, VerifyingKeys, check_store
+from vllm_hsd.levels.base import Name, Target, VerifyingKeys, check_store
 
 
 class BigramModelLevelConfig(VerifyingKeys):
@@ -28,6 +28,3 @@ class BigramModelLevelConfig(VerifyingKeys):
 
         store = read_store(self.bigram_model, self.kind)
         return BigramRows.of(store, speculator.dtype, speculator.device)
-
-    def measured(self, models: Measuring) -> Any:
-        return models.bigram_model(self.bigram_model)

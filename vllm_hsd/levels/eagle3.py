@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.levels.base import (
-    Measuring,
     Name,
     SamplingKeys,
     Target,
@@ -46,6 +45,3 @@ class Eagle3LevelConfig(SamplingKeys, VllmModelKeys):
         from vllm_hsd.host.target_head import ProgramHead
 
         return ProgramHead(speculator, index)
-
-    def measured(self, models: Measuring) -> Any:
-        return models.eagle3(self.eagle3)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.levels.base import Measuring, Target, VerifyingKeys
+from vllm_hsd.levels.base import Target, VerifyingKeys
 
 
 class EarlyExitLevelConfig(VerifyingKeys):
@@ -54,9 +54,6 @@ class EarlyExitLevelConfig(VerifyingKeys):
         from vllm_hsd.host.program_models import ProgramExit
 
         return ProgramExit(speculator, index, self.early_exit)
-
-    def measured(self, models: Measuring) -> Any:
-        return models.exit(self.early_exit, None)
 
 
 def check_architecture(key: str, target: Target) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_hsd.errors import UserError, quoted
-from vllm_hsd.levels.base import Measuring, Name, Target, VerifyingKeys, named
+from vllm_hsd.levels.base import Name, Target, VerifyingKeys, named
 from vllm_hsd.levels.early_exit import check_architecture
 
 
@@ -62,6 +62,3 @@ class ExitHeadLevelConfig(VerifyingKeys):
 
         head = read_exit_head(self.exit_head)
         return ProgramExit(speculator, index, head.layer, head)
-
-    def measured(self, models: Measuring) -> Any:
-        return models.exit(self.target_layers, self.exit_head)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_hsd.levels.base import (
     BranchKeys,
-    Measuring,
     Name,
     Target,
     VerifyingKeys,
@@ -44,6 +43,3 @@ class ModelLevelConfig(VerifyingKeys, VllmModelKeys, BranchKeys):
         from vllm_hsd.host.program_models import ProgramModel
 
         return ProgramModel(speculator, index)
-
-    def measured(self, models: Measuring) -> Any:
-        return models.drafter(self.model)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from vllm_hsd.cascade.level import ngram_confidence, of_each_token
-from vllm_hsd.levels.base import Keys, LookupKeys, Measuring
+from vllm_hsd.levels.base import Keys, LookupKeys
 
 MAX_DRAFT = 128
 
@@ -54,6 +54,3 @@ class NgramLevelConfig(LookupKeys):
 
         each = torch.from_numpy(of_each_token(ngram_confidence(MAX_DRAFT)))
         return Estimates(each.to(device), by_token=False)
-
-    def measured(self, models: Measuring) -> Any:
-        return models.prompt_lookup(self.ngram.min, self.ngram.max)

@@ -13,7 +13,6 @@ from vllm_hsd.levels.base import (
     BranchKeys,
     LevelConfig,
     LookupKeys,
-    Measuring,
     Probability,
 )
 
@@ -95,11 +94,6 @@ class SourcesLevelConfig(BranchKeys):
             rows=self.branches,
             batch=speculator.state.batch,
         )
-
-    def measured(self, models: Measuring) -> Any:
-        """Of lookups."""
-        lookups = [models.measured(source) for source in self.sources]
-        return models.lookup_choice(lookups, self.min_acceptance)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

@@ -10,7 +10,6 @@ from vllm_hsd.cascade.text_store import read_store
 from vllm_hsd.levels.base import (
     Keys,
     LookupKeys,
-    Measuring,
     Name,
     Probability,
     Target,
@@ -60,7 +59,3 @@ class SuffixLevelConfig(LookupKeys):
         texts = None if keys.store is None else order_texts(read_store(keys.store), device)
         shared = SharedOutputs(keys.shared_tokens, device) if keys.shared_tokens else None
         return SuffixLookup(texts, keys.min_acceptance, device, shared)
-
-    def measured(self, models: Measuring) -> Any:
-        """Without earlier outputs of the server."""
-        return models.suffix(self.suffix.store, self.suffix.min_acceptance)

@@ -84,8 +84,7 @@ class ModelSet:
     """A target, its exits and other drafters, all with one vocabulary.
 
     Models are numbered as the candidates of a profile; the target comes last. Prompt lookups have
-    no probabilities and are left out of everything here. `levels.base.Measuring` says what each
-    method that a level calls gives.
+    no probabilities and are left out of everything here.
 
     Raises:
         UserError: the target among its candidates, a candidate given twice, another vocabulary,
@@ -117,10 +116,32 @@ class ModelSet:
             )
 
     def measured(self, level: LevelConfig) -> Any:
-        """As `LevelConfig.measured`; what a candidate before has is taken from it."""
-        known = zip(self.candidates, self.models, strict=False)
-        found = next((model for candidate, model in known if candidate.level == level), None)
-        return level.measured(self) if found is None else found
+        """A model, or a lookup, which is replayed; what a candidate before has is taken from it."""
+        for candidate, model in zip(self.candidates, self.models, strict=False):
+            if candidate.level == level:
+                return model
+        own: Any = level
+        value = getattr(own, level.kind)
+        match level.kind:
+            case "model":
+                return self.drafter(value)
+            case "early_exit" | "exit_head":
+                return self.exit(own.target_layers, value if level.kind == "exit_head" else None)
+            case "eagle3":
+                return HeadDrafter(value, self.target)
+            case "ngram":
+                return PromptLookup(value.min, value.max)
+            case "suffix":
+                # Without earlier outputs of the server.
+                store = value.store and order_texts(self.store(value.store, level.kind), "cpu")
+                return SuffixLevel(store, value.min_acceptance)
+            case "bigram":
+                return BigramLevel(self.store(value, level.kind))
+            case "bigram_model":
+                return BigramModelLevel(self.store(value, level.kind), self.device)
+            case "sources":
+                return LookupChoice([self.measured(each) for each in value], own.min_acceptance)
+        raise UserError(f"`vllm-hsd profile` does not measure levels of kind '{level.kind}'.")
 
     def drafter(self, path: str) -> Any:
         target = self.target.config.name_or_path
@@ -147,22 +168,6 @@ class ModelSet:
         self._check_vocabulary(f"the store {quoted(path)}", store.vocab_size)
         return store
 
-    def prompt_lookup(self, shortest: int, longest: int) -> PromptLookup:
-        return PromptLookup(shortest, longest)
-
-    def lookup_choice(self, lookups: list[Any], min_acceptance: float) -> LookupChoice:
-        return LookupChoice(lookups, min_acceptance)
-
-    def suffix(self, path: str | None, min_acceptance: float) -> SuffixLevel:
-        texts = None if path is None else order_texts(self.store(path, "suffix"), "cpu")
-        return SuffixLevel(texts, min_acceptance)
-
-    def bigram(self, path: str) -> BigramLevel:
-        return BigramLevel(self.store(path, "bigram"))
-
-    def bigram_model(self, path: str) -> BigramModelLevel:
-        return BigramModelLevel(self.store(path, "bigram_model"), self.device)
-
     def exit(self, layers: int, head_path: str | None) -> Any:
         architecture, config = type(self.target).__name__, self.target.config
         if architecture not in EXIT_ARCHITECTURES:
@@ -186,9 +191,6 @@ class ModelSet:
                 f"to {depth - 1}."
             )
         return truncated(self.target, layers, head)
-
-    def eagle3(self, path: str) -> HeadDrafter:
-        return HeadDrafter(path, self.target)
 
     @property
     def heads(self) -> list[int]:
