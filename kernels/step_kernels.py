@@ -230,28 +230,6 @@ def place_kernel(
 
 
 @triton.jit
-def begin_tail_kernel(
-    end_ptr,  # int32 [B]
-    start_ptr,  # int32 [L, B]
-    drafted_ptr,
-    requested_ptr,
-    level_stride,
-    origin_ptr,  # int32 [B]
-    TOP: tl.constexpr,
-    HORIZONTAL: tl.constexpr,
-):
-    request = tl.program_id(0)
-    top = at_level(TOP, level_stride, request)
-    drafted = tl.load(drafted_ptr + top)
-    room = tl.where(drafted > 0, HORIZONTAL, 0)
-    tl.store(start_ptr + request, tl.load(end_ptr + request))
-    tl.store(drafted_ptr + request, 0)
-    tl.store(requested_ptr + request, room)
-    tl.store(requested_ptr + top, drafted + room)
-    tl.store(origin_ptr + request, tl.where(drafted > 0, drafted, -1))
-
-
-@triton.jit
 def collect_kernel(
     draft_tokens_ptr,  # int64 [B, LONGEST]
     draft_length_ptr,  # int32 [B]

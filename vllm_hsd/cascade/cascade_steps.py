@@ -254,31 +254,26 @@ def commit_unverified(
 
 def begin_tail(state: ProposalState, schedule: Schedule) -> None:
     """Let level 0 draft the horizontal tokens after the top level's draft, where that has any."""
-    step_kernels.begin_tail_kernel[(state.batch,)](
-        state.end,
-        *state.drafts,
-        state.origin,
-        TOP=schedule.num_levels - 1,
-        HORIZONTAL=schedule.horizontal_tokens,
-        num_warps=1,
-    )
+    drafted = state.drafted[-1]
+    state.start[0], state.requested[0] = state.end, (drafted > 0) * schedule.horizontal_tokens
+    state.drafted[0].zero_()
+    state.requested[-1] = drafted + state.requested[0]
+    state.origin.copy_(torch.where(drafted > 0, drafted, -1))
 
 
 def append_tail(state: ProposalState, schedule: Schedule) -> None:
     """Make level 0's draft part of the top level's, with the rows that it was drawn from."""
-    _keep(state, schedule.num_levels - 1, 0, schedule.horizontal_tokens)
+    pass_on(state, schedule.num_levels - 1, schedule.horizontal_tokens, feeder=0)
 
 
-def pass_on(state: ProposalState, level: int, longest: int) -> None:
-    """Make the draft from below that of a level which adds nothing, as `append_tail`.
+def pass_on(state: ProposalState, level: int, longest: int, *, feeder: int | None = None) -> None:
+    """Make the draft from below that of a level which adds nothing to it.
 
     Args:
         longest: most tokens of it.
+        feeder: the level that has drafted it; None for the one right below.
     """
-    _keep(state, level, level - 1, longest)
-
-
-def _keep(state: ProposalState, level: int, feeder: int, longest: int) -> None:
+    feeder = level - 1 if feeder is None else feeder
     rows, taken = state.rows[level], state.drafted[feeder].clone()
     assert rows is not None
     nothing = taken, state.lse[level], state.lse[level], rows, 0

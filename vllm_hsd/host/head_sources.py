@@ -17,11 +17,12 @@ from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptance
 from vllm_hsd.budget.further_passes import FurtherPasses
 from vllm_hsd.budget.source_choice import SourcesLookup
 from vllm_hsd.cascade.adaptive_verification import DraftConfidence
-from vllm_hsd.cascade.cascade_steps import collect, stage
+from vllm_hsd.cascade.cascade_steps import collect
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.cascade.schedule import compile_schedule
 from vllm_hsd.cascade.vocabulary import readable
+from vllm_hsd.host.base_speculator import BaseSpeculator
 from vllm_hsd.host.request_parameters import RequestParameters
 
 
@@ -38,6 +39,7 @@ class HeadSources:
 
     req_states: Any
     parameters: RequestParameters
+    _stage: Any = BaseSpeculator._stage
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
@@ -104,17 +106,7 @@ class HeadSources:
         if dummy_run or longest == 0:
             return drafts
         state, text = self.state.bucket(count), self.req_states.all_token_ids.gpu
-        stage(
-            state,
-            self.schedule,
-            index=input_batch.idx_mapping.int(),
-            text=text,
-            length=self.req_states.total_len.gpu,
-            num_sampled=num_sampled,
-            **self.parameters.tensors(),
-            scales=self.scales,
-            max_model_len=own.max_model_len,
-        )
+        self._stage(state, self.schedule, input_batch.idx_mapping, num_sampled)
         if longest is not None:
             state.requested.clamp_(max=longest)
         self.lookup.offer(state, text)

@@ -232,8 +232,7 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
                 f"levels[0].branches takes {self.hsd.branches} rows of attention for a request, "
                 f"and there are max_num_seqs={requests} in all: raise that, or lower branches."
             )
-        # vLLM sets slots for drafting aside.
-        tokens = self.num_speculative_tokens + 1 + self.max_num_new_slots_for_drafting
+        tokens = self.num_speculative_tokens + 1
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         if tokens > budget:
             # vLLM would wait for ever to schedule a request that it has padded to so many.
