@@ -128,17 +128,9 @@ def branch_stats_kernel(
             position = tl.load(position_ptr + row)
         slot = (request * (ROWS - 1) + branch - 1) * PLACES + place
         slot = slot * tl.num_programs(0) + chunk
-        store_draw_stats(
-            stats_ptr + slot,
-            stats_stride,
-            mass_ptr + slot * (CHUNK // BLOCK),
-            (target_ptr + row * target_stride, temperature, threshold, seed, position),
-            chunk * CHUNK,
-            vocab_size,
-            COUPLED,
-            CHUNK,
-            BLOCK,
-        )
+        stats = stats_ptr + slot, stats_stride, mass_ptr + slot * (CHUNK // BLOCK)
+        own = target_ptr + row * target_stride, temperature, threshold, seed, position
+        store_draw_stats(stats, own, chunk * CHUNK, vocab_size, COUPLED, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["stats_stride", "stream", "first_draw"])
@@ -198,18 +190,11 @@ def walk_kernel(
         threshold = float("-inf")
         if FILTERED:
             threshold = tl.load(threshold_ptr + row)
-        token, lse = drawn_token(
-            stats_ptr + slot * chunks,
-            stats_stride,
-            mass_ptr + slot * chunks * (CHUNK // BLOCK),
-            (target_ptr + row * target_stride, temperature, threshold),
-            (seed, stream, draw + count),
-            chunks,
-            vocab_size,
-            CHUNK,
-            BLOCK,
-            CHUNKS,
-        )
+        masses_ptr = mass_ptr + slot * chunks * (CHUNK // BLOCK)
+        stats = stats_ptr + slot * chunks, stats_stride, masses_ptr, chunks
+        own = target_ptr + row * target_stride, temperature, threshold
+        key = seed, stream, draw + count
+        token, lse = drawn_token(stats, own, key, vocab_size, CHUNK, BLOCK, CHUNKS)
         # No token follows where the target's distribution is not one.
         token = tl.where(is_finite(lse), token, -1)
         emitted = tl.where(lane == count, token, emitted)

@@ -194,6 +194,7 @@ def verify_kernel(
             r = tau + ahead
             if extract_lane(undecided, row, r) > 0:
                 row64 = extract_lane(row.to(tl.int64), row, r)
+                at = mass_ptr + (r * chunks + chunk) * parts
                 target_row_ptr = target_ptr + row64 * target_stride
                 threshold = float("-inf")
                 if FILTERED:
@@ -209,13 +210,7 @@ def verify_kernel(
                         (threshold, extract_lane(token, row, r), one_hot),
                     )
                     store_residual_masses(
-                        mass_ptr + (r * chunks + chunk) * parts,
-                        residual,
-                        chunk * CHUNK,
-                        vocab_size,
-                        CHUNK,
-                        STEP,
-                        BLOCK,
+                        at, residual, chunk * CHUNK, vocab_size, CHUNK, STEP, BLOCK
                     )
                 else:
                     entry = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -223,7 +218,7 @@ def verify_kernel(
                     maximum = tl.max(x, axis=0)
                     masses = block_masses(exp_shifted(x, maximum), CHUNK, BLOCK)
                     tl.store(stats_ptr + r * chunks + chunk, maximum)
-                    tl.store(mass_ptr + (r * chunks + chunk) * parts + tl.arange(0, parts), masses)
+                    tl.store(at + tl.arange(0, parts), masses)
     else:
         b = tl.arange(0, CHUNKS * parts)
         inside = b < chunks * parts
@@ -252,15 +247,8 @@ def verify_kernel(
         )
         earlier = chunks - 1
         if residual_unread:
-            store_residual_masses(
-                mass_ptr + (tau * chunks + chunk) * parts,
-                residual,
-                chunk * CHUNK,
-                vocab_size,
-                CHUNK,
-                STEP,
-                BLOCK,
-            )
+            at = mass_ptr + (tau * chunks + chunk) * parts
+            store_residual_masses(at, residual, chunk * CHUNK, vocab_size, CHUNK, STEP, BLOCK)
             # The last program of the request to arrive sees the masses of all.
             tl.debug_barrier()
             earlier = tl.atomic_add(arrived_ptr + request, 1, sem="acq_rel")

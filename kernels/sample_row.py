@@ -28,21 +28,15 @@ from vllm_hsd.kernels.rng import stream_of, uniform
 
 @triton.jit
 def store_draw_stats(
-    stats_ptr,
-    stats_stride,
-    mass_ptr,
-    row,
-    first,
-    vocab_size,
-    COUPLED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    stats, row, first, vocab_size, COUPLED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Statistics of one chunk of a row for `drawn_token`; pointers are at the chunk's.
+    """Statistics of one chunk of a row for `drawn_token`.
 
-    Written are the maximum, the sum of exp(x - maximum) or the argmax, and the block masses. `row`
-    is (pointer, T, threshold, seed, position).
+    Written are the maximum, the sum of exp(x - maximum) or the argmax, and the block masses, at the
+    pointers of `stats`: (maximum, stride from it to the second one, masses). `row` is (pointer, T,
+    threshold, seed, position).
     """
+    stats_ptr, stats_stride, mass_ptr = stats
     row_ptr, temperature, threshold, _, _ = row
     if temperature > 0:
         entry = first + tl.arange(0, CHUNK)
@@ -59,22 +53,15 @@ def store_draw_stats(
 
 @triton.jit
 def drawn_token(
-    stats_ptr,
-    stats_stride,
-    mass_ptr,
-    row,
-    key,
-    chunks,
-    vocab_size,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    stats, row, key, vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
 ):
     """(token int64, logsumexp) of a row from its statistics, with the uniform of the draw.
 
-    `row` is (pointer, T, threshold), `key` the (seed, stream, draw) of the uniform. An invalid row
-    at T > 0 gives token 0, as plain vLLM, and a logsumexp that is not finite.
+    `stats` is as in `store_draw_stats`, at the row's first chunk, and their number; `row` is
+    (pointer, T, threshold), `key` the (seed, stream, draw) of the uniform. An invalid row at T > 0
+    gives token 0, as plain vLLM, and a logsumexp that is not finite.
     """
+    stats_ptr, stats_stride, mass_ptr, chunks = stats
     row_ptr, temperature, threshold = row
     seed, stream, draw = key
     parts: tl.constexpr = CHUNK // BLOCK
@@ -132,17 +119,9 @@ def sample_stats_kernel(
         seed = tl.load(seed_ptr + row)
         position = tl.load(position_ptr + row * position_stride)
     temperature = tl.load(temperature_ptr + row)
-    store_draw_stats(
-        stats_ptr + slot,
-        stats_stride,
-        mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK),
-        (logits_ptr + row * logits_stride, temperature, threshold, seed, position),
-        (slot % chunks) * CHUNK,
-        vocab_size,
-        COUPLED,
-        CHUNK,
-        BLOCK,
-    )
+    stats = stats_ptr + slot, stats_stride, mass_ptr + slot.to(tl.int64) * (CHUNK // BLOCK)
+    own = logits_ptr + row * logits_stride, temperature, threshold, seed, position
+    store_draw_stats(stats, own, (slot % chunks) * CHUNK, vocab_size, COUPLED, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["stats_stride", "stream", "draw_offset"])
@@ -171,18 +150,11 @@ def draw_kernel(
     threshold = float("-inf")
     if FILTERED:
         threshold = tl.load(threshold_ptr + row)
-    token, lse = drawn_token(
-        stats_ptr + row * chunks,
-        stats_stride,
-        mass_ptr + row * chunks * (CHUNK // BLOCK),
-        (logits_ptr + row * logits_stride, tl.load(temperature_ptr + row), threshold),
-        (tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row) + draw_offset),
-        chunks,
-        vocab_size,
-        CHUNK,
-        BLOCK,
-        CHUNKS,
-    )
+    mass_ptr += row * chunks * (CHUNK // BLOCK)
+    stats = stats_ptr + row * chunks, stats_stride, mass_ptr, chunks
+    own = logits_ptr + row * logits_stride, tl.load(temperature_ptr + row), threshold
+    key = tl.load(seed_ptr + row), stream, tl.load(draw_ptr + row) + draw_offset
+    token, lse = drawn_token(stats, own, key, vocab_size, CHUNK, BLOCK, CHUNKS)
     tl.store(token_ptr + row, token)
     tl.store(lse_ptr + row, lse)
 

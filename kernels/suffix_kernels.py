@@ -203,19 +203,14 @@ def own_votes_kernel(
 
 @triton.jit
 def _bound(
-    tokens_ptr,
-    order_ptr,
-    low,
-    high,
-    wanted,
-    match,
-    total,
-    AFTER: tl.constexpr,
-    WAYS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    store, low, high, wanted, match, AFTER: tl.constexpr, WAYS: tl.constexpr, DEPTH: tl.constexpr
 ):
     """First place of an order whose tokens do not come before the wanted ones, or with AFTER, come
-    after them."""
+    after them.
+
+    `store`: pointers of tokens and order, number of tokens.
+    """
+    tokens_ptr, order_ptr, total = store
     way = tl.arange(0, WAYS)
     offset = tl.arange(0, DEPTH)
     compared = offset < match
@@ -227,10 +222,8 @@ def _bound(
         first = tl.min(tl.where(differs, offset[None, :], DEPTH), axis=1)
         side = tl.where(here < wanted[None, :], -1, 1)
         side = tl.sum(tl.where(offset[None, :] == first[:, None], side, 0), axis=1)
-        if AFTER:
-            before = tl.sum((side <= 0).to(tl.int32), axis=0)
-        else:
-            before = tl.sum((side < 0).to(tl.int32), axis=0)
+        is_before = side <= 0 if AFTER else side < 0
+        before = tl.sum(is_before.to(tl.int32), axis=0)
         size = high - low
         high = tl.where(before < WAYS, low + size * (before + 1) // (WAYS + 1), high)
         low = tl.where(before > 0, low + size * before // (WAYS + 1) + 1, low)
@@ -287,22 +280,19 @@ def store_votes_kernel(
         head = token_at(window_ptr, text_ptr, base, at, offset < short)
         low = tl.zeros((), tl.int32)
         high = low + size
-        low = _bound(tokens_ptr, order_ptr, low, high, head, short, total, False, WAYS, HEAD)
+        store = tokens_ptr, order_ptr, total
+        low = _bound(store, low, high, head, short, False, WAYS, HEAD)
         # The place after the first one, if that has them.
         second = tl.minimum(low + 1, high)
-        second = _bound(tokens_ptr, order_ptr, low, second, head, short, total, True, WAYS, HEAD)
+        second = _bound(store, low, second, head, short, True, WAYS, HEAD)
         if second > low:
-            high = _bound(tokens_ptr, order_ptr, second, high, head, short, total, True, WAYS, HEAD)
+            high = _bound(store, second, high, head, short, True, WAYS, HEAD)
             if match > HEAD:
                 place = tl.arange(0, DEPTH)
                 at_all = length - match + place
                 whole = token_at(window_ptr, text_ptr, base, at_all, place < match)
-                low = _bound(
-                    tokens_ptr, order_ptr, low, high, whole, match, total, False, WAYS, DEPTH
-                )
-                high = _bound(
-                    tokens_ptr, order_ptr, low, high, whole, match, total, True, WAYS, DEPTH
-                )
+                low = _bound(store, low, high, whole, match, False, WAYS, DEPTH)
+                high = _bound(store, low, high, whole, match, True, WAYS, DEPTH)
         else:
             high = low
         lane = tl.arange(0, PROBES)
