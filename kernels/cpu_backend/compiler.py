@@ -10,7 +10,7 @@ from types import ModuleType
 from triton._C.libtriton import ir, passes
 from triton.backends import compiler as base
 
-from . import checks, codegen, parser, toolchain
+from . import checks, toolchain
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,9 @@ def c_of_module(module, metadata: dict) -> str:
     Raises:
         Unsupported: an operation is not known; names the kernel, the file and the line.
     """
+    # A server that finds its kernels in the cache needs neither.
+    from . import codegen, parser
+
     functions = parser.parse(str(module))
     metadata.update(name=functions[0].name, shared=0)
     return codegen.c_source(functions, bounds=metadata["bounds"])
