@@ -71,6 +71,9 @@ UNUSED = ("errors", "host", "host.hooks", "host.read_config", "host.registry", "
 IMPORTS = """
 import sys
 from vllm.engine.arg_utils import EngineArgs
+on_cpu = "vllm_hsd.kernels.cpu_backend.driver" in sys.modules
+if on_cpu:
+    from vllm.v1.sample.ops import topk_topp_sampler
 before = {name for name in sys.modules if not name.startswith("vllm_hsd")}
 unused = {"vllm_hsd", *(f"vllm_hsd.{name}" for name in sys.argv[2:])}
 # vLLM's entry point for platforms, which it calls where it is installed, and where there is no GPU
@@ -90,8 +93,8 @@ assert is_ours(EngineArgs.create_speculative_config)
 assert not is_ours(EngineArgs.create_speculative_config.__wrapped__)
 REGISTRY.load()
 replaced = [hook for hook in HOOKS.values() if hook.how == "replaced"]
-from vllm_hsd.host.read_config import ENTRANCE
-assert [hook.name for hook in replaced if in_place(hook)] == [ENTRANCE]
+from vllm_hsd.host.read_config import ENTRANCE, FILTER
+assert [hook.name for hook in replaced if in_place(hook)] == [ENTRANCE, FILTER][: 1 + on_cpu]
 REGISTRY.install()
 assert all(map(in_place, replaced))
 """

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm_hsd.cascade.schedule import DRAWS_PER_LENGTH
 from vllm_hsd.errors import UserError
 from vllm_hsd.host import sampler, stock_drafters
+from vllm_hsd.host.read_config import FILTER, REGISTRY
 from vllm_hsd.rules import verify_chain
 from vllm_hsd.rules.rng import host_uniforms
 
@@ -175,6 +176,21 @@ def test_invalid_rows_end_in_token_0(row):
     assert output.sampled_token_ids[[0, 2], 0].tolist() == [0, 0]
     assert output.num_sampled[1] >= 1
     served.step()
+
+
+@pytest.mark.parametrize("other", [{}, {"repetition_penalty": 1.1}, {"seed": 1, "top_p": 0.9}])
+def test_top_p_holds_at_a_low_temperature_whatever_else_is_in_the_batch(other):
+    """vLLM's Triton kernel, which filters rows that vLLM processes, keeps all tokens there."""
+    REGISTRY.place(FILTER)
+    target, _ = tables(vocabulary=600)
+    target = 2.5 * target
+    # Of .40, .33 and .27, and nothing else: two are kept.
+    target[:, :3] = torch.tensor([12.0, 11.98, 11.96])
+    served = TableRunner(target, target, [{"temperature": 0.1, "top_p": 0.5}, other], length=3)
+    for _ in range(10):
+        served.step()
+    text = served.texts()[0][1:]
+    assert len(text) >= 10 and set(text) == {0, 1}
 
 
 def test_the_sampler_ends_a_draft_after_the_refused_token():

@@ -13,6 +13,7 @@ from vllm_hsd.host.hooks import REGISTRY, install
 from vllm_hsd.host.registry import PLUGIN_ISSUE
 
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
+FILTER = "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p_triton"
 
 
 @REGISTRY.replaces(
@@ -29,6 +30,21 @@ def create_speculative_config(original, self, target_model_config, target_parall
     if raw.get("method") == "hsd" or raw.get("rejection_sample_method") == "hierarchical":
         return _served(raw, target_model_config, target_parallel_config, self)
     return original(self, target_model_config, target_parallel_config)
+
+
+@REGISTRY.replaces(
+    FILTER,
+    ("logits k p mask_value", "logits k p mask_value has_topp_only_rows"),
+    why="on a CPU filters as vLLM does there without Triton: at low temperatures its kernel keeps "
+    "every token whatever top_p is",
+    until="vLLM's kernel filters at every temperature",
+)
+def apply_top_k_top_p_triton(original, logits, k, p, *rest, **options):
+    if logits.device.type != "cpu":
+        return original(logits, k, p, *rest, **options)
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    return apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
 
 def runner_mistake() -> str | None:
