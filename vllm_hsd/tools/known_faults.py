@@ -181,12 +181,12 @@ KNOWN_FAULTS = (
         meets=lambda c: c.method is None and c.device == "cpu" and c.runner == "V1",
     ),
     KnownFault(
-        "`top_p` without `top_k` at temperatures up to .1 or so, where vLLM filters by Triton; under "
-        "`hsd` and `hierarchical` next to a request that vLLM processes, as for a penalty",
+        "`top_p` without `top_k` at temperatures up to about .1 on the V2 runner; under `hsd` and "
+        "`hierarchical` next to a request that vLLM processes, as for a penalty",
         "tokens that `top_p` excludes: the filter keeps all",
         "`top_k` as well, 1000 for example",
         seen="0.32's kernel run on a CPU, where vllm-hsd filters by torch in its place",
-        meets=lambda c: c.device == "cuda",
+        meets=lambda c: c.device == "cuda" and c.runner == "V2",
     ),
     KnownFault(
         "any speculation on a CPU below a target with recurrent layers",
