@@ -118,7 +118,7 @@ GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
     FAMILY_STREAMS: lambda: adaptive("0.5B", os.path.relpath(qwen_coder("0.5B"))),
 }
 # Whose tables docs/results.md shows, above temperature 0 with one request.
-SHOWN = FAMILY, FAMILY_PEER, FAMILY_PLANNED, FAMILY_STREAMS, SMALL
+SHOWN = FAMILY, FAMILY_PEER, FAMILY_STREAMS, SMALL
 # Whose engine without speculation and that of fixed lengths serve several configurations.
 SHARED = FAMILY, FAMILY_INT8, FAMILY_PLANNED
 
