@@ -17,7 +17,7 @@ from support.simulated_serving import (
 
 from vllm_hsd.budget.constants import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE, TRIAL_STEPS
 from vllm_hsd.budget.draft_budget import DraftBudget
-from vllm_hsd.budget.prices import cut
+from vllm_hsd.budget.prices import Round, cut
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.level import DraftingLevel, LookupResult, StepLevels
@@ -103,7 +103,12 @@ def test_whether_a_draft_goes_on_is_not_settled_by_what_was_drawn_for_others():
             budget = DraftBudget(drafting_levels([8], looks_up=False), 2)
             budget.drafting = 2
             estimates = np.array([[0.5], [sure]])
-            of_it = np.arange(2), estimates, np.ones(2, dtype=np.int64), (price, np.full(8, 0.1))
+            of_it = (
+                np.arange(2),
+                estimates,
+                np.ones(2, dtype=np.int64),
+                Round(price, np.full(8, 0.1)),
+            )
             answers.setdefault(price, set()).add(bool(budget.goes_on(0, *of_it)[0]))
     assert all(len(each) == 1 for each in answers.values()), answers
     assert set().union(*answers.values()) == {False, True}

@@ -16,18 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_hsd.budget.acceptance import AcceptanceEstimates
 from vllm_hsd.budget.constants import PLACES, PRIOR_ACCEPTANCE, SHORT_MEMORY
 from vllm_hsd.budget.goodput import FORBIDDEN, Goodput
-from vllm_hsd.budget.prices import Plan, cut, further_tokens
+from vllm_hsd.budget.prices import Plan, Round, cut, further_tokens
 from vllm_hsd.budget.reading import Reading
 from vllm_hsd.budget.step_times import StepTimes
 from vllm_hsd.budget.trials import Searches, Trials
 from vllm_hsd.cascade.level import DraftingLevel, LookupResult, StepLevels
+
+
+class Feeder(NamedTuple):
+    """What drafts for a level: its number, tokens of its draft, and of a round in the mean."""
+
+    level: int
+    tokens: int
+    emitted: float
 
 
 class DraftBudget:
@@ -160,15 +168,19 @@ class DraftBudget:
                 taken = cheapest[self.trials.takes_part(option, len(cheapest))]
                 lengths = np.zeros_like(most)
                 lengths[taken] = np.minimum(most[taken], PLACES)
-                return Plan(verify, self._path(top, feeders, lengths), (0.0, token), searched)
+                return Plan(verify, self._path(top, feeders, lengths), Round(0.0, token), searched)
         if gains[best][0] <= 0:
             return Plan(verify, gained=searched)
         lengths, feeder = gains[best][1], feeders[best]
         if self.levels[best].ends:
             # It ends by its rows, see `goes_on`.
             lengths = np.where(lengths > 0, most, 0)
-        below = 0.0 if feeder is None else float(seconds[feeder[0]][feeder[1]])
-        further = rate * (below + float(self._seconds(best, size))), token
+        spent, emitted = self._seconds(best, size), 1.0
+        if feeder is not None:
+            spent = seconds[feeder.level][feeder.tokens]
+            spent += self._seconds(best, size * (feeder.tokens + 1))
+            emitted = feeder.emitted
+        further = Round(rate * float(spent), token, emitted)
         return Plan(verify, self._path(best, feeders, lengths), further, searched)
 
     def goes_on(
@@ -177,7 +189,7 @@ class DraftBudget:
         slots: np.ndarray,
         estimates: np.ndarray,
         drafted: np.ndarray,
-        prices: tuple[float, np.ndarray],
+        further: Round,
     ) -> np.ndarray:
         """bool [n], for which drafts of a model for the target a further pass is worth its price.
 
@@ -190,25 +202,29 @@ class DraftBudget:
             slots: [n] int64.
             estimates: [n, width] float64, see `level_verified`.
             drafted: [n] int64 tokens; there are no estimates after them.
-            prices: see `Plan.further`.
+            further: what such a pass costs and emits.
         """
         row, places = self.rows[level, self.target], np.arange(estimates.shape[1])
         scale = self.acceptance.scale(row, slots)
         each = self._corrected(row, np.nan_to_num(estimates), scale)
         survival = np.where(places < drafted[:, None], each, 1.0).prod(1)
-        token = prices[1][np.minimum(drafted, len(prices[1]) - 1)]
-        gain = survival * self.acceptance.ahead(row, slots, 1)[:, 0] - token
+        more = np.arange(np.ceil(further.emitted), dtype=np.int64)
+        reached = survival[:, None] * self.acceptance.ahead(row, slots, 1) ** (more + 1)
+        place = drafted[:, None] + more
+        token = further.tokens[np.minimum(place, len(further.tokens) - 1)]
+        share = np.minimum(further.emitted - more, 1.0) * (place < self.levels[level].longest)
+        gain = ((reached - token) * share).sum(1)
         before, now = self.further[level, self.passes], gain[gain > 0].sum() / self.drafting
         self.further[level, self.passes] += (1 - SHORT_MEMORY) * (now - before) if before else now
         self.passes += 1
         others = (self.drafting - 1) * (before or gain)
-        worth: np.ndarray = (gain > 0) & (gain + others >= prices[0])
+        worth: np.ndarray = (gain > 0) & (gain + others >= further.price)
         return worth
 
     def _cheapest_paths(
         self, slots: np.ndarray, offer: LookupResult | None, late: np.ndarray
-    ) -> tuple[list[tuple[int, int] | None], list[np.ndarray]]:
-        """By level: its feeder with its draft length, and seconds [longest + 1] of n tokens.
+    ) -> tuple[list[Feeder | None], list[np.ndarray]]:
+        """By level: its feeder, and seconds [longest + 1] of n tokens.
 
         What a lookup offers now is the first round; later ones are what they are in the mean.
 
@@ -218,7 +234,7 @@ class DraftBudget:
         # What the levels below have to read; what a level has missed itself, `Reading` weighs.
         size, fed = len(slots), [0.0] * self.target
         tokens = np.arange(self.longest + 1)
-        feeders: list[tuple[int, int] | None] = []
+        feeders: list[Feeder | None] = []
         seconds: list[np.ndarray] = []
         for level, own in enumerate(self.levels):
             alone = self._seconds(level, size)
@@ -241,7 +257,8 @@ class DraftBudget:
                 if pays:
                     self.trials.pays(row)
                 if pays or self.trials.due(row):
-                    best, feeder, fed[level] = found, (below, int(n[cheapest])), more
+                    feeder = Feeder(below, int(n[cheapest]), float(emitted[cheapest]))
+                    best, fed[level] = found, more
             feeders.append(feeder)
             seconds.append(best)
         seconds = [each + more * (tokens > 0) for each, more in zip(seconds, fed, strict=True)]
@@ -306,14 +323,12 @@ class DraftBudget:
         times = self.times[level]
         return 0.0 * tokens if times.empty else times.seconds(tokens)
 
-    def _path(
-        self, top: int, feeders: list[tuple[int, int] | None], most: np.ndarray
-    ) -> StepLevels:
+    def _path(self, top: int, feeders: list[Feeder | None], most: np.ndarray) -> StepLevels:
         self.drafting = max(int((most > 0).sum()), 1)
         levels, lengths = [top], [int(most.max())]
         while (feeder := feeders[levels[0]]) is not None:
-            levels.insert(0, feeder[0])
-            lengths.insert(0, feeder[1])
+            levels.insert(0, feeder.level)
+            lengths.insert(0, feeder.tokens)
         return StepLevels(tuple(levels), tuple(lengths), most)
 
     def level_verified(

@@ -1,6 +1,7 @@
 """What is drafted in a step, at what prices, and which tokens are worth theirs."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,6 +9,23 @@ from vllm_hsd.budget.goodput import FORBIDDEN
 from vllm_hsd.cascade.level import StepLevels
 
 NOTHING = StepLevels()
+
+
+class Round(NamedTuple):
+    """A further pass of the model that drafts for the target, with what drafts for it below.
+
+    Attributes:
+        price: of all requests, in accepted tokens.
+        tokens: [longest] float64, by the tokens of a draft the price of each one that it adds.
+        emitted: tokens that it adds to a request's draft, in the mean.
+    """
+
+    price: float
+    tokens: np.ndarray
+    emitted: float = 1.0
+
+
+NOTHING_MORE = Round(0.0, np.zeros(1))
 
 
 @dataclass
@@ -20,15 +38,14 @@ class Plan:
         verify: [M + 1] float64, that the target reads m more tokens of all requests together, in
             accepted tokens; what is more than M costs as much.
         selection: levels and draft lengths.
-        further: in accepted tokens, a further pass of the model that drafts for the target, of all
-            requests, and [longest] by the tokens of a draft each one that it adds.
+        further: see `Round`.
         gained: by the search for the offer, in accepted tokens above the price of verifying them.
         reads: [levels, n] bool, what a level may read late of a request; None for everything.
     """
 
     verify: np.ndarray
     selection: StepLevels = NOTHING
-    further: tuple[float, np.ndarray] = (0.0, np.zeros(1))
+    further: Round = NOTHING_MORE
     gained: float = 0.0
     reads: np.ndarray | None = None
 

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hsd.budget import clock
 from vllm_hsd.budget.draft_budget import DraftBudget
+from vllm_hsd.budget.prices import NOTHING_MORE
 from vllm_hsd.cascade.level import DraftingLevel, StepLevels
 from vllm_hsd.cascade.proposal_state import ProposalState
 from vllm_hsd.host.host_branches import HostBranches
@@ -49,7 +50,7 @@ class HostBudget:
         self.reads = np.ones(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = self.searching = 0.0
-        self.further = 0.0, np.zeros(1)
+        self.further = NOTHING_MORE
         self.branches = branches
 
     def step_ended(
