@@ -114,6 +114,15 @@ def test_whether_a_draft_goes_on_is_not_settled_by_what_was_drawn_for_others():
     assert set().union(*answers.values()) == {False, True}
 
 
+@pytest.mark.parametrize(("emitted", "worth"), [(1.0, False), (1.5, False), (3.0, True)])
+def test_a_further_round_is_worth_all_tokens_that_it_adds(emitted, worth):
+    """With a lookup below, a model's pass adds several: one alone does not pay for it."""
+    budget = DraftBudget(drafting_levels([8, 8], looks_up=True), 1)
+    further = Round(1.2, np.full(8, 0.05), emitted)
+    found = budget.goes_on(1, np.zeros(1, int), np.full((1, 1), 0.9), np.ones(1, int), further)
+    assert found.tolist() == [worth]
+
+
 def test_requests_that_begin_do_not_end_the_drafts_of_others():
     """A prompt, or a request before its first draft, makes a batch of a size that does not last."""
     serving = Serving(cpu, [model(cpu, 0.8, 0.1)], 4, prompt=60)
