@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 
 from vllm_hsd.budget.draft_budget import DraftBudget
-from vllm_hsd.budget.prices import Plan
+from vllm_hsd.budget.prices import Plan, Round
 from vllm_hsd.cascade.level import StepLevels
 
 FREE = np.zeros(1)
@@ -35,7 +35,7 @@ def _plan(self: DraftBudget, slots: np.ndarray, *_) -> Plan:
     bits = zlib.crc32(str(self.calls).encode())
     tokens = np.arange(len(slots) * self.goodput[-1].widest + 1)
     price = (0.0, 0.05, 0.3, 1.0)[bits % 4] * tokens
-    further = (0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], np.full(1, 0.1)
+    further = Round((0.0, 0.4, 0.7, 0.9)[bits // 4 % 4], np.full(1, 0.1), 1 + bits % 3)
     return Plan(price, _selection(self, slots, bits >> 4), further, 1e9)
 
 
