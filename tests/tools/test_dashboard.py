@@ -1,4 +1,4 @@
-"""docs/grafana.json: what the dashboard asks for is there."""
+"""docs/grafana.json: the metrics that the dashboard queries are exported."""
 
 import json
 import re

@@ -40,12 +40,14 @@ class HostProgram(Program):
             drafter's own account, NaN for none.
         has_lookup: level 0 drafts without forward passes.
         lazy: level 0 reads only the texts for which it drafts.
+        most_replaced: tokens of level 0's own draft that it has not computed, at most.
         logits: [B, n, V] of the last pass.
     """
 
     logits: torch.Tensor
     budget: Any = None
     lazy = False
+    most_replaced = 1
 
     def __init__(
         self,
@@ -192,10 +194,6 @@ class HostProgram(Program):
         """Whether level 0 reads every text of a proposal, not only those that it drafts for."""
         return True
 
-    def _most_replaced(self, level: int) -> int:
-        """Tokens of a level's last pass that are no text, where the level below had others."""
-        return 1
-
     def _read(self, level: int, drafts: np.ndarray) -> np.ndarray:
         """Let a level read texts; bool [B], those of which more is left than a pass may feed."""
         ends, computed = self._text_ends(), self.caches.computed[level]
@@ -208,7 +206,8 @@ class HostProgram(Program):
                 head.read(self.slots[rows], rows)
                 self.counts.add_time(level, clock.seconds() - began, passes=int(len(rows) > 0))
             return np.zeros_like(drafts)
-        allowed = uncached_bound(level, self.schedule.num_levels, self._most_replaced(level))
+        replaced = 1 if level else self.most_replaced
+        allowed = uncached_bound(level, self.schedule.num_levels, replaced)
         allowed += self.schedule.horizontal_tokens
         late: np.ndarray = drafts & (ends - computed[self.slots] > allowed)
         if late.any():

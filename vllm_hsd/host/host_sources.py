@@ -25,12 +25,10 @@ class HostSources(HostProgram):
         # Of the model: what is known of it is as old as its last drafts.
         self.trials = Trials(1)
         self.lazy = self.schedule.num_levels == 1
+        self.most_replaced = max(self.schedule.draft_lengths[0], 1)
 
     def _reads_all(self) -> bool:
         return not self.lazy and self.sources.drafter_selected()
-
-    def _most_replaced(self, level: int) -> int:
-        return super()._most_replaced(level) if level else max(self.schedule.draft_lengths[0], 1)
 
     def _draft_by_passes(self, state: ProposalState, first: np.ndarray, rest: np.ndarray) -> None:
         begins = self.base + state.start[0].numpy()
