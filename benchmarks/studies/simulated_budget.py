@@ -2,12 +2,11 @@
 
     python -m benchmarks.studies.simulated_budget --prompts DIR    # or `make bench-budget`
 
-Records once, with the Qwen2.5-Coder family, the target's greedy answers, and at each of their
-places the 0.5B's likeliest token and its probability. From then on no model runs: greedy drafts are
-accepted while they equal the answer, lookups search the text itself, and time is a sum over passes
-of times that are stated below. So the budget can be compared, in seconds, with every fixed
-configuration, in any order of prompts, always from a cold start. Writes simulated_budget.csv: over
-the best fixed configuration of each set, chosen with hindsight.
+Records once the greedy answers of two targets, and at each of their places the likeliest token of
+the family's 0.5B and its probability; then `replayed_serving` serves them. So the budget can be
+compared, in seconds, with every fixed configuration, in any order of prompts, cold or warm, with
+one stream of requests or several. Writes simulated_budget.csv: over the best fixed configuration of
+each set, chosen with hindsight.
 """
 
 import argparse
@@ -15,9 +14,9 @@ import hashlib
 import json
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,16 @@ import numpy as np
 
 from benchmarks.common import RESULTS, write_csv
 from benchmarks.models.qwen_coder import qwen_coder
+from benchmarks.models.smollm2 import smollm2
 from benchmarks.studies import demo, edits
 from benchmarks.studies.demo_cascade import PROMPTS
-from vllm_hsd.budget.draft_budget import DraftBudget
-from vllm_hsd.budget.step_times import TIMED_AT_START
-from vllm_hsd.cascade.level import DraftingLevel, LookupResult, of_each_token
-from vllm_hsd.tools.lookup_level import Texts
+from benchmarks.studies.replayed_serving import LENGTH, Answer, Fixed, Server, Times
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
-from vllm_hsd.tools.planner.suffix_level import SuffixLevel
 
 SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"
-NUM_PROMPTS, MAX_TOKENS, LENGTH, NUM_ORDERS = 5, 96, 8, 12
-SLOTS = np.zeros(1, dtype=np.int64)
-# Levels and draft lengths.
-FIXED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+NUM_PROMPTS, MAX_TOKENS, NUM_ORDERS = 5, 96, 12
+STREAMS, ANSWERS = (1, 4, 16, 64), 6  # answers of each of several streams
+FIXED: dict[str, Fixed] = {
     "no speculation": ((), ()),
     "suffix 8": ((0,), (8,)),
     **{f"0.5B {n}": ((1,), (n,)) for n in (2, 3, 4)},
@@ -49,230 +44,37 @@ FIXED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of passes by tokens, as traced on a core of an AMD EPYC (family 26), bfloat16.
+class Models:
+    """A target, its drafter if there is one, and times of machines that serve them."""
 
-    Attributes:
-        target: a pass over one token; slope: what each further one adds, as a share.
-        small: a pass of the 0.5B over one token; read: over each token of a prompt.
-        search: a lookup.
-    """
+    target: Callable[[], Path]
+    small: Callable[[], Path] | None
+    machines: dict[str, Times]
 
-    target: float = 0.122
-    slope: float = 0.06
-    small: float = 0.040
-    read: float = 0.002
-    search: float = 0.001
-
-    def verify(self, tokens: int) -> float:
-        """A pass of the target."""
-        return self.target * (1 + self.slope * (tokens - 1))
-
-    def draft(self, tokens: int) -> float:
-        """A pass of the 0.5B."""
-        return self.small + self.read * (tokens - 1)
+    @property
+    def fixed(self) -> dict[str, Fixed]:
+        """Configurations of fixed lengths."""
+        return {k: f for k, f in FIXED.items() if self.small is not None or 1 not in f[0]}
 
 
-MACHINES = {
-    "measured": Times(),
-    "dear tokens": Times(slope=0.12),
-    "cheap tokens": Times(slope=0.02),
-    "small drafter": Times(small=0.020, read=0.001),
-    "large drafter": Times(small=0.065),
+MODELS = {
+    "Qwen2.5-Coder": Models(
+        partial(qwen_coder, "1.5B"),
+        partial(qwen_coder, "0.5B"),
+        {
+            "measured": Times(),
+            "dear tokens": Times(slope=0.12),
+            "cheap tokens": Times(slope=0.02),
+            "small drafter": Times(small=0.020, read=0.001),
+            "large drafter": Times(small=0.065),
+        },
+    ),
+    "SmolLM2": Models(smollm2, None, {"measured": Times(target=0.0144, slope=0.27, search=0.0005)}),
 }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A recorded answer.
-
-    Attributes:
-        set: of its prompt.
-        prompt, tokens: ids.
-        small: the 0.5B's likeliest token at each place of the answer.
-        sure: its probability.
-    """
-
-    set: str
-    prompt: list[int]
-    tokens: list[int]
-    small: list[int]
-    sure: list[float]
-
-    def offer(self, added: Sequence[int]) -> tuple[list[int], list[float]]:
-        """A suffix lookup after the prompt and some tokens: what it drafts, and its estimates."""
-        return _offer(tuple(self.prompt), tuple(added))
-
-
-@cache
-def _offer(prompt: tuple[int, ...], added: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    level, text = SuffixLevel(), np.array([prompt + added], dtype=np.int32)
-    level.committed = {0: text.shape[1]}
-    found = level.lookup(Texts(text, SLOTS, SLOTS, SLOTS + text.shape[1]), SLOTS + LENGTH)
-    count = int(found.counts[0])
-    return found.token_ids[0, :count].tolist(), of_each_token(found.confidence)[0, :count].tolist()
-
-
-class Stream:
-    """One request after another, by a fixed configuration or by the budget that serves.
-
-    Args:
-        fixed: levels and draft lengths; None for the budget, which has seen nothing yet.
-    """
-
-    def __init__(self, times: Times, fixed: tuple | None = None) -> None:
-        self.times, self.fixed = times, fixed
-        self.budget = None
-        if fixed is None:
-            lookup = DraftingLevel(LENGTH, LENGTH, looks_up=True)
-            model = DraftingLevel(LENGTH, LENGTH, verifies=True, ends=True)
-            self.budget = DraftBudget([lookup, model], 1)
-            # A server times its levels when it starts.
-            for tokens in TIMED_AT_START:
-                self.budget.times[1].observe(tokens, times.draft(tokens))
-
-    def answer(self, answer: Answer) -> float:
-        """Seconds of an answer after its first token."""
-        self.answered, self.seconds, self.place, self.read = answer, 0.0, 1, 0
-        if self.budget is not None:
-            self.budget.forget(0)
-        while self.place < len(answer.tokens):
-            self._step()
-        return self.seconds
-
-    def _step(self) -> None:
-        budget, tokens = self.budget, self.answered.tokens
-        began, room = self.seconds, min(LENGTH, len(tokens) - self.place - 1)
-        # With `adaptive` the first token does not wait for a model.
-        plan = self._plan(0 if budget is not None and self.place == 1 else room)
-        levels, lengths, room = plan
-        self.sure: list[float] = []
-        draft: list[int] = []
-        if levels == (0,):
-            draft, self.sure = (each[:room] for each in self._look_up([], budget is None))
-        elif levels and room:
-            draft = self._cascade(levels, lengths, room)
-        accepted = 0
-        for token, right in zip(draft, tokens[self.place :], strict=False):
-            if token != right:
-                break
-            accepted += 1
-        drafting = self.seconds - began
-        if budget is not None:
-            estimates = np.full((1, LENGTH), np.nan)
-            estimates[0, : len(self.sure)] = self.sure
-            top, drafted = (levels[-1] if levels else 0), SLOTS + len(draft)
-            budget.drafted_for_target(top, SLOTS, SLOTS + room * bool(levels), drafted, drafting)
-            budget.times[-1].observe(1 + len(draft), self.times.verify(1 + len(draft)))
-            if draft:
-                verdict = drafted, estimates, SLOTS + accepted
-                budget.learn_acceptance(top, budget.target, SLOTS, *verdict)
-            budget.step_ended(SLOTS, drafted, SLOTS + accepted)
-        self.seconds += self.times.verify(1 + len(draft))
-        if 1 in levels:
-            kept = min(accepted, max(len(draft) - 1, 0))
-            self.read = len(self.answered.prompt) + self.place + kept
-        self.place += accepted + 1
-
-    def _plan(self, room: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Levels, their draft lengths, and most tokens of the draft."""
-        if self.budget is None:
-            assert self.fixed is not None
-            levels, lengths = self.fixed
-            return (levels, lengths, min(room, lengths[-1])) if levels else ((), (), 0)
-        if not room:
-            return (), (), 0
-        tokens, estimates = self._look_up([])
-        width, counts = max(len(tokens[:room]), 1), SLOTS + len(tokens[:room])
-        confidence = np.zeros((1, width))
-        confidence[0, : counts[0]] = np.cumprod(estimates[:room])
-        offer = LookupResult(np.zeros((1, width), dtype=np.int64), counts, confidence)
-        missed, left = self._missed(), len(self.answered.tokens) - self.place
-        late = self.budget.times[1].seconds(missed) if missed > 0 else 0.0
-        found = self.budget.plan(
-            SLOTS, SLOTS + room, 1, offer, np.array([[0.0], [late]]), SLOTS + left
-        )
-        self.budget.searched(1, self.times.search, found.gained)
-        self.prices = found.further
-        selected = found.selection
-        if not selected.levels:
-            return (), (), 0
-        most = room if selected.most is None else int(selected.most[0])
-        return selected.levels, selected.draft_lengths, min(most, selected.draft_lengths[-1])
-
-    def _missed(self) -> int:
-        return len(self.answered.prompt) + self.place - 1 - self.read
-
-    def _look_up(
-        self, drafted: Sequence[int], searches: bool = True
-    ) -> tuple[list[int], list[float]]:
-        if searches:
-            self.seconds += self.times.search
-        return self.answered.offer([*self.answered.tokens[: self.place], *drafted])
-
-    def _cascade(self, levels: tuple[int, ...], lengths: tuple[int, ...], room: int) -> list[int]:
-        """A draft of the 0.5B, with lookups below it or without."""
-        answer, budget = self.answered, self.budget
-        if (missed := self._missed()) > 1:
-            self._pass(missed - 1)
-        draft: list[int] = []
-        right = True
-        while len(draft) < room:
-            began, looked, estimates = self.seconds, [], []
-            wanted = min(lengths[0], room - len(draft) - 1) if 0 in levels else 0
-            if wanted:
-                # The first offer is known.
-                tokens, sure = self._look_up(draft, bool(draft) or budget is None)
-                looked, estimates = tokens[:wanted], sure[:wanted]
-            drafting = self.seconds - began
-            seconds = self._pass(1 + len(looked), observe=0 not in levels)
-            accepted = 0
-            for token in [*looked, None]:
-                at = self.place + len(draft)
-                # What it says after a wrong token is not recorded: nothing that is accepted.
-                own = answer.small[at] if right and at < len(answer.tokens) else -1
-                if token is not None and token != own:
-                    token = None
-                draft.append(own)
-                self.sure.append(answer.sure[at] if own >= 0 else 0.6)
-                right = right and own >= 0 and own == answer.tokens[at]
-                if token is None:
-                    break
-                accepted += 1
-            if budget is None:
-                continue
-            if 0 in levels:
-                given = np.full((1, LENGTH), np.nan)
-                given[0, : len(estimates)] = estimates
-                budget.level_verified(
-                    0,
-                    1,
-                    SLOTS,
-                    requested=SLOTS + wanted,
-                    drafted=SLOTS + len(looked),
-                    estimates=given,
-                    accepted=SLOTS + accepted,
-                    computed=1 + len(looked),
-                    drafting_seconds=drafting,
-                    verifying_seconds=seconds,
-                )
-            known = np.zeros((1, max(LENGTH, len(draft))))
-            known[0, : len(draft)] = self.sure
-            if not budget.goes_on(1, SLOTS, known, SLOTS + len(draft), self.prices)[0]:
-                break
-        self.sure = self.sure[:room]
-        return draft[:room]
-
-    def _pass(self, tokens: int, observe: bool = True) -> float:
-        seconds = self.times.draft(tokens)
-        self.seconds += seconds
-        if observe and self.budget is not None:
-            self.budget.times[1].observe(tokens, seconds)
-        return seconds
-
-
-def record(prompts: dict[str, list[Prompt]], path: Path) -> None:
-    """Let the family answer, and write what both models say."""
+def record(models: Models, prompts: dict[str, list[Prompt]], path: Path) -> None:
+    """Let the models answer, and write what both say."""
     from vllm import LLM, SamplingParams
 
     engine: dict[str, Any] = {
@@ -284,61 +86,105 @@ def record(prompts: dict[str, list[Prompt]], path: Path) -> None:
     sets = [name for name, chats in prompts.items() for _ in chats]
     chats: Any = [chat for own in prompts.values() for chat in own]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    target = LLM(str(qwen_coder("1.5B")), **engine)
-    answers = [
-        (list(found.prompt_token_ids or ()), list(found.outputs[0].token_ids))
+    target = LLM(str(models.target()), **engine)
+    answers: list[dict[str, Any]] = [
+        {"prompt": list(found.prompt_token_ids or ()), "tokens": list(found.outputs[0].token_ids)}
         for found in target.chat(chats, params)
     ]
     del target
-    small, lines = LLM(str(qwen_coder("0.5B")), enable_prefix_caching=False, **engine), []
-    for name, (prompt, tokens) in zip(sets, answers, strict=True):
+    if models.small is not None:
+        small = LLM(str(models.small()), enable_prefix_caching=False, **engine)
         one = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-        found = small.generate([{"prompt_token_ids": prompt + tokens}], one)[0].prompt_logprobs
-        best = [max(row.items(), key=lambda each: each[1].logprob) for row in found[len(prompt) :]]
-        said = {"small": [t for t, _ in best], "sure": [exp(p.logprob) for _, p in best]}
-        lines.append(json.dumps({"set": name, "prompt": prompt, "tokens": tokens, **said}) + "\n")
+        for answer in answers:
+            text: Any = {"prompt_token_ids": answer["prompt"] + answer["tokens"]}
+            said: Any = small.generate([text], one)[0].prompt_logprobs
+            rows = said[len(answer["prompt"]) :]
+            best = [max(row.items(), key=lambda each: each[1].logprob) for row in rows]
+            answer |= {"small": [t for t, _ in best], "sure": [exp(p.logprob) for _, p in best]}
+    lines = [json.dumps({"set": n} | each) for n, each in zip(sets, answers, strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(lines))
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def by_set(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers of each set."""
+    sets = dict.fromkeys(a.set for a in answers)
+    return {name: [a for a in answers if a.set == name] for name in sets}
 
 
 def orders(answers: Sequence[Answer]) -> dict[str, list[list[Answer]]]:
     """Streams that each begin cold: all sets mixed, some times; a set each; an answer each."""
-    by_set = {a.set: [b for b in answers if b.set == a.set] for a in answers}
     return {
         "mixed": [random.Random(i).sample(answers, len(answers)) for i in range(NUM_ORDERS)],
-        "a set": list(by_set.values()),
+        "a set": list(by_set(answers).values()),
         "one answer": [[each] for each in answers],
     }
 
 
-def rows(answers: Sequence[Answer], machine: str) -> list[dict[str, Any]]:
+def one_stream(models: Models, answers: Sequence[Answer], times: Times) -> list[dict[str, Any]]:
     """The budget over the best fixed configuration of each set, and that one over none."""
-    times, sets = MACHINES[machine], list(dict.fromkeys(a.set for a in answers))
 
-    def total(seconds: dict[int, float], name: str) -> float:
-        return sum(seconds[id(a)] for a in answers if a.set == name)
+    def total(seconds: dict[Answer, float], name: str) -> float:
+        return sum(seconds[a] for a in answers if a.set == name)
 
-    def run(streams: list[list[Answer]], fixed: tuple | None) -> dict[int, float]:
-        found: defaultdict[int, list[float]] = defaultdict(list)
-        for stream in streams:
-            serving = Stream(times, fixed)
-            for answer in stream:
-                found[id(answer)].append(serving.answer(answer))
+    def run(orders: list[list[Answer]], fixed: Fixed | None) -> dict[Answer, float]:
+        found: defaultdict[Answer, list[float]] = defaultdict(list)
+        for order in orders:
+            server = Server(times, fixed, drafts=models.small is not None)
+            for answer in order:
+                found[answer].append(server.answer([answer]))
         return {key: float(np.mean(seconds)) for key, seconds in found.items()}
 
-    fixed = {name: run([list(answers)], levels) for name, levels in FIXED.items()}
+    fixed = {name: run([list(answers)], levels) for name, levels in models.fixed.items()}
     table = []
     for order, streams in orders(answers).items():
         own = run(streams, None)
-        for name in sets:
-            best = min(FIXED, key=lambda each: total(fixed[each], name))
-            over = total(fixed[best], name) / total(own, name)
-            gain = total(fixed["no speculation"], name) / total(fixed[best], name)
-            table.append(
-                {"times": machine, "order": order, "set": name, "best_fixed": best}
-                | {"best_over_none": round(gain, 3), "adaptive_over_best": round(over, 3)}
-            )
+        for name in by_set(answers):
+            seconds = {each: total(found, name) for each, found in fixed.items()}
+            table.append(_row(order, name, seconds, total(own, name)))
     return table
+
+
+def several_streams(
+    models: Models, answers: Sequence[Answer], times: Times, streams: int
+) -> list[dict[str, Any]]:
+    """The same of so many requests at a time, one following the other; all sets, and each alone.
+
+    Cold, and once more when the server has answered as many.
+    """
+    table = []
+    for name, own in {"all": list(answers), **by_set(answers)}.items():
+        queue = random.Random(0).choices(own, k=ANSWERS * max(streams, 4))
+        seconds = {
+            each: Server(times, fixed, streams).answer(queue)
+            for each, fixed in models.fixed.items()
+        }
+        server = Server(times, None, streams, models.small is not None)
+        for order in "cold", "warm":
+            table.append(_row(order, name, seconds, server.answer(queue)))
+    return table
+
+
+def _row(order: str, name: str, fixed: dict[str, float], adaptive: float) -> dict[str, Any]:
+    best = min(fixed, key=lambda each: fixed[each])
+    return {
+        "order": order,
+        "set": name,
+        "best_fixed": best,
+        "best_over_none": round(fixed["no speculation"] / fixed[best], 3),
+        "adaptive_over_best": round(fixed[best] / adaptive, 3),
+        "adaptive_over_none": round(fixed["no speculation"] / adaptive, 3),
+    }
+
+
+def recorded(name: str, prompts: dict[str, list[Prompt]], output: Path) -> list[Answer]:
+    """Answers of one family, recorded if they are not; of other prompts, anew."""
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:12]
+    path = output / f"answers_{name}_{digest}.jsonl"
+    if not path.exists():
+        record(MODELS[name], prompts, path)
+    answers = [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
+    return [each for each in answers if len(each.tokens) > LENGTH]
 
 
 def main() -> int:
@@ -347,24 +193,27 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS / "simulated_budget")
     options = parser.parse_args()
     texts = {**demo.read_prompts(PROMPTS), "edits of functions": edits.prompts()}
-    prompts = {k: [[{"role": "user", "content": t}] for t in own] for k, own in texts.items()}
+    prompts: dict[str, list[Prompt]] = {
+        k: [[{"role": "user", "content": t}] for t in own] for k, own in texts.items()
+    }
     for name in SETS:
         prompts[name] = read_prompts(options.prompts / f"{name}.jsonl" if options.prompts else name)
     few = {name: chats[:NUM_PROMPTS] for name, chats in prompts.items()}
-    # Other prompts are another recording.
-    digest = hashlib.sha256(json.dumps(few).encode()).hexdigest()[:12]
-    path = options.output / f"answers_{digest}.jsonl"
-    if not path.exists():
-        record(few, path)
-    answers = [Answer(**json.loads(line)) for line in path.read_text().splitlines()]
-    answers = [each for each in answers if len(each.tokens) > LENGTH]
     table = []
-    for machine in MACHINES:
-        found = rows(answers, machine)
-        table += found
-        for order in dict.fromkeys(row["order"] for row in found):
-            own = [row["adaptive_over_best"] for row in found if row["order"] == order]
-            print(f"{machine}, {order}: {np.exp(np.log(own).mean()):.3f}, least {min(own):.2f}")
+    for name, models in MODELS.items():
+        answers = recorded(name, few, options.output)
+        for machine, times in models.machines.items():
+            for streams in STREAMS:
+                found = one_stream(models, answers, times) if streams == 1 else []
+                found += several_streams(models, answers, times, streams)
+                given = {"models": name, "times": machine, "streams": streams}
+                table += [given | row for row in found]
+                for order in dict.fromkeys(row["order"] for row in found):
+                    own = [row["adaptive_over_best"] for row in found if row["order"] == order]
+                    mean = np.exp(np.log(own).mean())
+                    print(
+                        f"{name}, {machine}, {streams}, {order}: {mean:.3f}, least {min(own):.2f}"
+                    )
     write_csv(options.output / "simulated_budget.csv", table)
     return 0
 
