@@ -27,7 +27,7 @@ from benchmarks.models.qwen_coder import qwen_coder
 from benchmarks.models.smollm2 import smollm2
 from benchmarks.shared_engines import SharedEngines
 from benchmarks.studies import edits
-from benchmarks.studies.configs import EAGLE3, SUFFIX, fixed, vllms_own
+from benchmarks.studies.configs import EAGLE3, NGRAM, SUFFIX, fixed, vllms_own
 from benchmarks.sweep import MIX, PLAIN, Config, Group
 from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.cli.options import integers, numbers
@@ -40,6 +40,7 @@ PLACES = 1, 2, 4, 8
 PARTS, REQUESTS, FEWEST = 4, 2.5, 20
 MEANS = "tokens a step", f"accepted at {', '.join(map(str, PLACES))}", "TTFT", "TPOT"
 FAMILY, SMALL = "Qwen2.5-Coder 1.5B", "SmolLM2 135M"
+SMALL_BRANCHES = f"{SMALL}, branches"
 FAMILY_INT8 = f"{FAMILY}, 8-bit drafter"
 FAMILY_PEER, FAMILY_SOURCES = f"{FAMILY}, vLLM's", f"{FAMILY}, sources"
 FAMILY_PLANNED = f"{FAMILY}, planned"
@@ -108,10 +109,20 @@ def smollm() -> dict[str, Config]:
     }
 
 
+def branches() -> dict[str, Config]:
+    """The best offer of two lookups, and the best four together."""
+    together = {"sources": [SUFFIX, NGRAM]}
+    return {
+        f"suffix or ngram, {rows} together": fixed(together, adaptive=True, branches=rows)
+        for rows in (1, 4)
+    }
+
+
 GROUPS: dict[str, Callable[[], dict[str, Config]]] = {
     FAMILY: lambda: family("0.5B", qwen_coder("0.5B")),
     FAMILY_INT8: lambda: family("8-bit 0.5B", int8_copy(qwen_coder("0.5B"))),
     SMALL: smollm,
+    SMALL_BRANCHES: branches,
     FAMILY_PEER: peer,
     FAMILY_SOURCES: sources,
     FAMILY_PLANNED: planned,
@@ -271,7 +282,8 @@ def main() -> int:
     for name in options.groups:
         configs = GROUPS[name]()
         chosen = {k: v for k, v in configs.items() if not options.only or k in options.only}
-        options.model = os.path.relpath(smollm2() if name == SMALL else qwen_coder("1.5B"))
+        small = name in (SMALL, SMALL_BRANCHES)
+        options.model = os.path.relpath(smollm2() if small else qwen_coder("1.5B"))
         prompts, sets = few
         streams: dict[int, list[tuple[int, ...]]] = {}
         # The longest prompt decides which texts an engine has room for: no other group needs all.
