@@ -90,9 +90,9 @@ class Request:
         slot: of the budget.
         place: tokens that it has.
         read: tokens of prompt and answer that the 0.5B has read.
+        room: most tokens of its next draft.
         draft: tokens that the target is to verify.
         sure: what their drafter says of each.
-        drafted: tokens that the lookup has found in a round.
         right: whether all tokens of the draft are the answer's.
     """
 
