@@ -113,7 +113,7 @@ def branches() -> dict[str, Config]:
     """The best offer of two lookups, and the best four together."""
     together = {"sources": [SUFFIX, NGRAM]}
     return {
-        f"suffix or ngram, {rows} together": fixed(together, adaptive=True, branches=rows)
+        f"suffix or ngram, {rows} together": fixed({**together, "branches": rows}, adaptive=True)
         for rows in (1, 4)
     }
 
