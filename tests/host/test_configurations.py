@@ -100,6 +100,8 @@ REFUSED = [
         {},
         r"levels\[0\].stopping does not go with levels\[0\].branches of a model",
     ),
+    ({**LOOKUP, "method": "hds"}, {}, r"'levels', which needs .*\"hsd\" \(given: 'hds'\)\.$"),
+    ({**LOOKUP, "method": None}, {}, r"'levels', which needs .*\"hsd\" \(given: None\)\.$"),
     (stock("suffix"), {}, "works with the methods .*, not with 'suffix'"),
     (stock("custom_class", model="a.B"), {}, "works with the methods"),
     (stock("ngram", num_speculative_tokens=64), {}, "num_speculative_tokens is 64, above"),

@@ -72,7 +72,9 @@ class CascadeConfig(Keys):
         try:
             return cls.model_validate(merged)
         except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
+            # A misspelt key is missing too.
+            faults = error.errors(include_url=False)
+            fault = min(faults, key=lambda each: each["type"] != "extra_forbidden")
             if fault["loc"] and fault["loc"][0] in given:
                 source = ""
             raise UserError(source + _sentence(fault)) from None

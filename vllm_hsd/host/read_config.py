@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_hsd.errors import UserError
+from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.host.hooks import REGISTRY, install
 from vllm_hsd.host.registry import PLUGIN_ISSUE
 
 ENTRANCE = "vllm.engine.arg_utils.EngineArgs.create_speculative_config"
 FILTER = "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p_triton"
+# Of method "hsd", which no method of vLLM's has.
+_OWN_KEYS = {"levels", "cascade"}
 
 
 @REGISTRY.replaces(
@@ -29,6 +31,11 @@ def create_speculative_config(original, self, target_model_config, target_parall
     raw = _speculative_keys(self)
     if raw.get("method") == "hsd" or raw.get("rejection_sample_method") == "hierarchical":
         return _served(raw, target_model_config, target_parallel_config, self)
+    if own := sorted(_OWN_KEYS & raw.keys()):
+        raise UserError(
+            f'speculative_config has the key {quoted(own[0])}, which needs "method": "hsd" '
+            f"(given: {quoted(raw.get('method'))})."
+        )
     return original(self, target_model_config, target_parallel_config)
 
 
@@ -78,7 +85,8 @@ def _may_be_ours(arguments) -> bool:
     given = arguments.speculative_config
     if given is None or isinstance(given, Mapping):
         mentioned = [arguments.spec_method, *(given or {}).values()]
-        return any(name in mentioned for name in ("hsd", "hierarchical"))
+        named = any(name in mentioned for name in ("hsd", "hierarchical"))
+        return named or bool(_OWN_KEYS & (given or {}).keys())
     return True
 
 

@@ -49,7 +49,8 @@ def _with_one_kind(raw: object, known: list[str]) -> object:
     level = with_underscores(raw)
     kinds = [kind for kind in known if kind in level]
     if not kinds:
-        raise ValueError(f"needs one of the kinds: {', '.join(known)}")
+        given = ", ".join(map(quoted, level)) or "no key"
+        raise ValueError(f"needs one of the kinds: {', '.join(known)} (given: {given})")
     if len(kinds) > 1:
         raise ValueError(f"has two kinds, '{kinds[0]}' and '{kinds[1]}': keep one")
     return level

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+# What a start on a CPU has compiled for the next one cannot be loaded, see `known_faults`.
+COMPILED_BY_CACHE = "VLLM_USE_AOT_COMPILE=0"
 
 
 def processor() -> str:
@@ -50,7 +52,8 @@ def serve_command(model: str) -> list[str]:
     if "vllm" in importlib.metadata.packages_distributions().get("vllm", []):
         return ["vllm", "serve", model]
     preloaded = [f"LD_PRELOAD={path}"] if (path := openmp()) else []
-    return [*preloaded, "python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    server = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [COMPILED_BY_CACHE, *preloaded, *server]
 
 
 def openmp() -> str:

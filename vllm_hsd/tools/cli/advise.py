@@ -1,4 +1,4 @@
-"""`vllm-hsd advise`: the `vllm serve` line to start with on this machine, and what to measure."""
+"""`vllm-hsd advise`: the command to serve with on this machine, and what to measure."""
 
 from __future__ import annotations
 
@@ -174,9 +174,10 @@ def _options(*configs: dict[str, Any] | None) -> list[str]:
     return [f"--speculative-config {shlex.quote(json.dumps(each))}" for each in configs if each]
 
 
-def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
+def _faults(situation: Situation, config: dict[str, Any], serve: list[str]) -> Iterator[str]:
     from vllm import envs
 
+    ahead = envs.VLLM_USE_AOT_COMPILE and system.COMPILED_BY_CACHE not in serve
     rule = config.get("rejection_sample_method", "standard")
     return met_by(
         Combination(
@@ -189,7 +190,7 @@ def _faults(situation: Situation, config: dict[str, Any]) -> Iterator[str]:
             # Models that bring such a drafter take several GPUs.
             tensor_parallel=2,
             # Servers on a CPU are compiled unless told.
-            compiled_ahead=situation.device == "cpu" and envs.VLLM_USE_AOT_COMPILE,
+            compiled_ahead=situation.device == "cpu" and ahead,
         )
     )
 
@@ -207,13 +208,19 @@ def run(arguments: argparse.Namespace) -> int:
         lines += ["", f"Yours: {valid.text}."]
         lines += [f"  {fault.text[0].upper()}{fault.text[1:]}." for fault in faults]
     name, option = shlex.quote(model), _options(found.config)
-    serve = shlex.join(system.serve_command(model))
+    command = system.serve_command(model)
+    serve = shlex.join(command)
     why = [found.why]
     if found.config and situation.device == "cpu":
         choice = choose_dtype(model)
         # vLLM would go by the checkpoint.
         serve += f" --dtype {choice.dtype}"
         why.append(f"{choice.dtype}: {choice.reason}.")
+        if choice.dtype != "float32":
+            why.append(
+                "There greedy and seeded texts part from those without speculation at near ties, "
+                "which can be half of all answers; in float32 they hardly ever do."
+            )
     if situation.device == "cpu":
         serve += f" --gpu-memory-utilization {system.free_memory():.2f}"
         why.append("Without that share of the memory, weights included, vLLM takes nearly all.")
@@ -244,7 +251,7 @@ def run(arguments: argparse.Namespace) -> int:
     known = dict.fromkeys(
         f"  {each['method']}: {text}."
         for each in filter(None, [found.config, *found.others])
-        for text in _faults(situation, each)
+        for text in _faults(situation, each, command)
     )
     if known:
         lines += ["", "Known faults of vLLM that these may meet:", "", *known]
@@ -255,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
-        help="print the `vllm serve` line to start with on this machine, and what to measure",
+        help="print the command to serve with on this machine, and what to measure next",
         description="Reads the model's configuration, the device and what is installed, and prints "
         "the command to start with. Loads no weights; on a CPU it tries, once, which dtype is "
         "faster.",

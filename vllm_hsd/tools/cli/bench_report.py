@@ -187,7 +187,9 @@ def report(results: Results, rows: Sequence[Row]) -> list[RenderableType]:
 
 def notes(results: Results) -> list[str]:
     """What the columns mean, and sentences about greedy answers that differ or are found again."""
-    meaning = f"Medians of {results.comparison.rounds} rounds. {NOTES} {bench_drafts.NOTES}"
+    rounds, tokens = results.comparison.rounds, results.comparison.max_tokens
+    counted = f"Medians of {rounds} rounds, answers of {tokens} tokens, past their ends."
+    meaning = f"{counted} {NOTES} {bench_drafts.NOTES}"
     if "shared_tokens" in str(results.comparison.configs):
         meaning += (
             " With shared_tokens the answers of earlier rounds, which have the same prompts, are "

@@ -14,7 +14,7 @@ EPILOG = """\
 exit status:
   0    done
   1    `doctor` found a problem, a configuration of `bench` could not run or changed greedy
-       text, or `verify` found that a configuration is not lossless
+       text beyond near ties, or `verify` found that a configuration is not lossless
   2    wrong arguments or input; one line on stderr says which and what to do
   3    `verify` found nothing, but too little was drafted to call that a pass
   130  interrupted
