@@ -41,10 +41,12 @@ def predicted(answers: list[list[int]]) -> list[dict]:
 
 
 CROWDED = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 9}
+LOOKUPS = {"sources": [PREDICTION, {"ngram": {"max": 3}}]}
 ENGINES = {
     "alone": lambda family: cascade(PREDICTION, **SIX),
     "adaptive": lambda family: cascade(PREDICTION, **SIX, adaptive=True),
-    "sources": lambda family: cascade({"sources": [PREDICTION, {"ngram": {"max": 3}}]}),
+    "sources": lambda family: cascade(LOOKUPS),
+    "branches": lambda family: cascade(LOOKUPS | {"branches": 4}),
     "next to a model": lambda family: cascade({"sources": [PREDICTION, {"model": family.small}]}),
     "below a model": lambda family: cascade(PREDICTION | THREE, {"model": family.mid}, **SIX),
     "chunked prefill and preemption": lambda family: cascade(PREDICTION, **FOUR) | CROWDED,

@@ -168,20 +168,18 @@ def test_a_target_that_reads_rejected_tokens_is_refused():
 
 
 def test_the_scheduler_reserves_what_workers_have_room_for(family, monkeypatch):
-    """Of a cache of several groups, which vLLM's configuration does not know."""
     monkeypatch.setattr(draft_lengths, "learn_lengths", lambda *_: None)
-    config = configure(family, hsd(sources(NGRAM, {"suffix": {}})), block_size=32)
+    config = configure(family, hsd(sources(NGRAM, {"suffix": {}}, branches=4)), block_size=32)
     config.cache_config.num_gpu_blocks = blocks = 64 * config.scheduler_config.max_num_seqs
     scheduler = SimpleNamespace(
         vllm_config=config, scheduler_config=SimpleNamespace(async_scheduling=True)
     )
-    for groups in (1, 20):
-        scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=range(groups))
-        draft_lengths.make_scheduler(lambda *_: None, scheduler)
-        rows = config.speculative_config.rows(config, blocks, groups)
-        layout = config.speculative_config._private_blocks(config)
-        assert rows == (4 if groups == 1 else 3)
-        assert scheduler.num_lookahead_tokens == layout.lookahead(rows)
+    draft_lengths.make_scheduler(lambda *_: None, scheduler)
+    own = config.speculative_config
+    assert scheduler.num_lookahead_tokens == own._private_blocks(config).lookahead(4)
+    assert own.room_mistake(config, blocks, groups=1) is None
+    # Of so many groups of the cache, which vLLM's configuration does not know.
+    assert "reserves 80 blocks of the KV cache" in own.room_mistake(config, blocks, groups=20)
 
 
 @pytest.mark.parametrize("levels", [None, object()])

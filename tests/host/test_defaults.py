@@ -1,4 +1,4 @@
-"""What is adaptive and what has branches although the configuration says nothing about it."""
+"""What is adaptive although the configuration says nothing about it."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,18 +19,10 @@ LOOKUPS = {"sources": [NGRAM, {"suffix": {}}]}
 TARGET = SimpleNamespace(uses_mrope=False, is_encoder_decoder=False)
 
 
-def with_defaults(*levels: dict, target=TARGET, connector=None, **keys):
-    arguments = SimpleNamespace(
-        enable_lora=keys.pop("enable_lora", False),
-        aux_output_config=SimpleNamespace(enabled=keys.pop("routed_experts", False)),
-        kv_transfer_config=connector,
-        kv_sharing_fast_prefill=keys.pop("fast_prefill", False),
-        kv_offloading_size=None,
-        max_num_batched_tokens=keys.pop("max_num_batched_tokens", None),
-        max_num_seqs=keys.pop("max_num_seqs", None),
-    )
+def with_defaults(*levels: dict, connector=None, **keys):
+    arguments = SimpleNamespace(kv_transfer_config=connector, kv_offloading_size=None)
     given = {"num_speculative_tokens": 5, "levels": list(levels), **keys}
-    return defaults.with_defaults(CascadeConfig.parse(given), target, arguments)
+    return defaults.with_defaults(CascadeConfig.parse(given), arguments)
 
 
 def adapts(*levels: dict, **keys) -> bool:
@@ -90,35 +82,6 @@ def test_levels_that_adapt_draw_at_one_temperature():
             check_serving(with_defaults(*levels, adaptive=True), engine)
 
 
-def test_branches_of_lookups_alone():
-    assert with_defaults(LOOKUPS).branches == 4
-    assert with_defaults(LOOKUPS, adaptive=False).branches == 4
-    assert with_defaults({**LOOKUPS, "branches": 2}).branches == 2
-    assert with_defaults({**LOOKUPS, "branches": 1}).branches == 1
-    assert with_defaults({**LOOKUPS, "num_tokens": 2}, MODEL).branches == 1
-    assert with_defaults({"sources": [NGRAM, MODEL]}).branches == 1
-    assert with_defaults(MODEL).branches == 1
-
-
-def test_no_branches_where_they_do_not_fit():
-    assert with_defaults(LOOKUPS, connector=object()).branches == 1
-    for key in vars(TARGET):
-        other = SimpleNamespace(**{**vars(TARGET), key: True})
-        assert with_defaults(LOOKUPS, target=other).branches == 1
-    assert with_defaults(LOOKUPS, routed_experts=True).branches == 1
-    assert with_defaults(LOOKUPS, fast_prefill=True).branches == 1
-    # Three drafts of five tokens with their root.
-    assert with_defaults(LOOKUPS, max_num_batched_tokens=19).branches == 3
-    assert with_defaults(LOOKUPS, max_num_batched_tokens=11).branches == 1
-    # Attention has room for so many rows.
-    assert with_defaults(LOOKUPS, max_num_seqs=2).branches == 2
-    assert with_defaults(LOOKUPS, max_num_seqs=1).branches == 1
-    # For which vLLM wants room for the lists of all requests.
-    assert with_defaults(LOOKUPS, enable_lora=True).branches == 1
-    sizes = {"max_num_seqs": 10, "max_num_batched_tokens": 190}
-    assert with_defaults(LOOKUPS, enable_lora=True, **sizes).branches == 3
-
-
 def test_branches_that_engines_cannot_host_are_refused():
     def mistakes(**given) -> list[str]:
         own = {**parts, **given}
@@ -153,4 +116,3 @@ def test_branches_that_engines_cannot_host_are_refused():
 def test_nothing_where_the_host_reads_no_draft(as_on_gpus):
     assert not adapts(NGRAM) and not adapts(MODEL)
     assert levels_of({"sources": [NGRAM, MODEL]}, adaptive=True) == (["sources"], [5])
-    assert with_defaults(LOOKUPS).branches == 1

@@ -18,7 +18,7 @@ NGRAM = {"ngram": {"max": 4}}
 STOCK = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 LEVELS = {
     "lookup": [NGRAM],
-    "branches": [{"sources": [NGRAM, {"ngram": {"max": 2}}]}],
+    "branches": [{"sources": [NGRAM, {"ngram": {"max": 2}}], "branches": 4}],
     "model": [{**NGRAM, "num_tokens": 4}, {"model": str(neighbours.MODELS / "mid")}],
 }
 CONFIGURATIONS = {name: {"method": "hsd", "levels": levels} for name, levels in LEVELS.items()}

@@ -95,7 +95,7 @@ class HostedBranches:
     ) -> None:
         self.runner, self.state, self.lookup, self.chained = runner, state, lookup, chained
         self.longest, self.most = state.longest, lookup.branches.shape[1] + 1
-        self.largest, self.room = runner.max_num_reqs // self.most, self.most
+        self.largest = runner.max_num_reqs // self.most
         config = runner.vllm_config
         ladder = ladder_of(config.speculative_config.hsd)
         self.lengths = {self.most * (length + 1): length for length in ladder}
@@ -141,21 +141,13 @@ class HostedBranches:
         config, groups = self.runner.vllm_config, kv_cache_config.kv_cache_groups
         if config.cache_config.num_gpu_blocks is not None:  # not while vLLM profiles memory
             blocks = kv_cache_config.num_blocks
-            self.room = config.speculative_config.rows(config, blocks, len(groups))
+            if mistake := config.speculative_config.room_mistake(config, blocks, len(groups)):
+                raise UserError(mistake)
             if {*self.runner.block_tables.block_sizes} != {config.cache_config.block_size}:
-                if config.speculative_config.hsd_least_rows > 1:
-                    raise UserError(OTHER_LAYOUT)
-                self.room = 1
-            if self.room < self.most:
-                logger.info(
-                    "A request has %d drafts of %d: the KV cache or max_model_len has no room, or "
-                    "the cache has blocks of other sizes.",
-                    self.room,
-                    self.most,
-                )
+                raise UserError(OTHER_LAYOUT)
             logger.info(
                 "At most %d requests of a step have all their drafts: max_num_seqs is %d.",
-                self.runner.max_num_reqs // max(self.room, 1),
+                self.largest,
                 self.runner.max_num_reqs,
             )
         # Not with the weights, which sleep mode may discard.

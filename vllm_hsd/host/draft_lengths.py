@@ -54,9 +54,7 @@ def make_scheduler(original, self, *args, **kwargs):
     if not isinstance(config, NeedsHooks):
         return
     learn_lengths(self, config)
-    # vLLM's configuration knows no groups of the cache.
-    groups = len(self.kv_cache_config.kv_cache_groups)
-    room = getattr(config, "lookahead", lambda *_: None)(self.vllm_config, groups)
+    room = getattr(config, "lookahead", lambda _: None)(self.vllm_config)
     if room is not None:
         self.num_lookahead_tokens = room
     # Drafts of asynchronous scheduling are as long as it says, whatever was drawn.

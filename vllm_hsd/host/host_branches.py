@@ -111,9 +111,8 @@ class HostBranches(HostedBranches):
         return total
 
     def _kept(self, slots: np.ndarray) -> torch.Tensor:
-        """int32 [B, rows - 1] tokens of branches, 0 in rows without blocks and of chains alone."""
+        """int32 [B, rows - 1] tokens of branches, 0 of chains alone."""
         counts = self.lookup.branch_counts[: len(slots)]
-        counts[:, self.room - 1 :] = 0
         counts[torch.from_numpy(self.chained[slots])] = 0
         return counts
 

@@ -50,8 +50,6 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     """One stock `SpeculativeConfig` of its own method per level, None where no model loads."""
     hsd_level_names: SkipValidation[list] = Field(default_factory=list)
     """What messages call each level: as the user has numbered them."""
-    hsd_least_rows: int = 1
-    """As `hsd.branches`, or 1 where that is a default, which the KV cache may have no room for."""
 
     @classmethod
     def create(
@@ -66,7 +64,7 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
             UserError: a sentence for every mistake, which names the key and the fix.
         """
         given = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
-        hsd = with_defaults(given, target_model_config, arguments)
+        hsd = with_defaults(given, arguments)
         mistakes: list[str] = []
         with collected(mistakes):
             check_serving(hsd, target_parallel_config)
@@ -96,7 +94,6 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
             hsd=hsd,
             level_configs=level_configs,
             hsd_level_names=names,
-            hsd_least_rows=given.branches,
             num_speculative_tokens=hsd.scheduled_tokens,
             enable_adaptive_verification=hsd.enable_adaptive_verification,
             target_model_config=target_model_config,
@@ -172,42 +169,19 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     def max_num_new_slots_for_drafting(self) -> int:
         return 0
 
-    def lookahead(self, vllm_config: Any, groups: int = 1) -> int | None:
+    def lookahead(self, vllm_config: Any) -> int | None:
         """Tokens past those that the target computes for which a request has slots.
 
         None: as vLLM reserves them, without branches.
 
         Args:
             vllm_config: vLLM's.
-            groups: KV-cache groups.
         """
         blocks = vllm_config.cache_config.num_gpu_blocks
         # vLLM 0.33 compares it with its budget of tokens before there is a cache.
         if self.hsd.branches == 1 or blocks is None:
             return None
-        rows = self.rows(vllm_config, blocks, groups)
-        return self._private_blocks(vllm_config).lookahead(rows)
-
-    def rows(self, vllm_config: Any, blocks: int, groups: int = 1) -> int:
-        """Drafts of a request that the target verifies together, at most.
-
-        Fewer than configured where that is a default and the KV cache or texts lack room; the
-        scheduler and the workers count alike.
-
-        Args:
-            vllm_config: vLLM's.
-            blocks: of the cache.
-            groups: KV-cache groups.
-
-        Raises:
-            UserError: there is no room for what the user asked for.
-        """
-        for rows in range(self.hsd.branches, self.hsd_least_rows - 1, -1):
-            mistake = self._room_mistake(vllm_config, blocks, groups, rows)
-            if mistake is None:
-                return rows
-        assert mistake is not None
-        raise UserError(mistake)
+        return self._private_blocks(vllm_config).lookahead(self.hsd.branches)
 
     def branch_mistakes(self, vllm_config: Any) -> Iterator[str]:
         """Why no runner can host the branches: a sentence for each reason."""
@@ -244,11 +218,9 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
     def _private_blocks(self, vllm_config: Any) -> PrivateBlocks:
         return PrivateBlocks(vllm_config.cache_config.block_size, self.hsd.num_speculative_tokens)
 
-    def _room_mistake(self, vllm_config: Any, blocks: int, groups: int, rows: int) -> str | None:
-        """Why there is no room for `rows` drafts of every request; see `rows`."""
-        if rows == 1:
-            return None
-        size = vllm_config.cache_config.block_size
+    def room_mistake(self, vllm_config: Any, blocks: int, groups: int) -> str | None:
+        """Why a KV cache of so many blocks and groups has no room for branches of every request."""
+        rows, size = self.hsd.branches, vllm_config.cache_config.block_size
         requests = vllm_config.scheduler_config.max_num_seqs
         layout = self._private_blocks(vllm_config)
         needed = -(-layout.lookahead(rows) // size) * groups

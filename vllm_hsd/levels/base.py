@@ -29,8 +29,6 @@ Name = Annotated[str, Field(min_length=1)]
 # The longest draft that the verification kernel takes.
 Tokens = Annotated[int, Field(ge=1, le=63)]
 MAX_BRANCHES = 16
-# Of sources that are lookups, on a CPU. Eight gave no more than four (benchmarks/notes).
-BRANCHES = 4
 Probability = Annotated[float, Field(ge=0, le=1)]
 VllmKey = Annotated[Any, Field(exclude=True)]
 
@@ -249,8 +247,7 @@ class BranchKeys(LevelConfig):
     """Keys of levels of which the target can verify several drafts of a request in one pass.
 
     Attributes:
-        branches: drafts that the target verifies together, at most; 1 for a chain. Not
-            given, 4 for sources of lookups on a CPU.
+        branches: drafts that the target verifies together, at most; 1 for a chain.
     """
 
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1

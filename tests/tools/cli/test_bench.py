@@ -16,7 +16,6 @@ from support.command_line import run
 from support.engines import forked, started
 
 from vllm_hsd.errors import UserError
-from vllm_hsd.levels.base import BRANCHES
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli import bench, bench_files, bench_report, bench_runs, greedy
 from vllm_hsd.tools.cli import main as cli
@@ -398,7 +397,7 @@ def test_gaps_come_from_the_target_itself(text_family):
 def test_branches_have_their_rows_of_attention(tmp_path):
     drawn = {"method": "hsd", "levels": [{"model": "small", "branches": 3}]}
     looked_up = {"method": "hsd", "levels": [{"sources": [{"ngram": {}}]}]}
-    for config, rows in ((drawn, 3), (looked_up, BRANCHES), ({"method": "ngram"}, 1)):
+    for config, rows in ((drawn, 3), (looked_up, 1), ({"method": "ngram"}, 1)):
         found = three_rounds(tmp_path, configs=[None, config])
         assert found.base_args["max_num_seqs"] == max(2, rows)
         found = dataclasses.replace(found, batch_sizes=[2])

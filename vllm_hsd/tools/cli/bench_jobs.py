@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hsd.levels.any_kind import level_name
-from vllm_hsd.levels.base import BRANCHES
 from vllm_hsd.tools.engine import Generation
 
 # In place of a token where an output has ended.
@@ -20,7 +19,7 @@ def _rows(config: dict[str, Any] | None) -> int:
     """Drafts of a request that a configuration may verify together."""
     given = (config or {}).get("levels")
     levels = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
-    rows = [each.get("branches", BRANCHES if "sources" in each else 1) for each in levels]
+    rows = [each.get("branches", 1) for each in levels]
     return max([1, *(each for each in rows if isinstance(each, int))])
 
 
