@@ -34,7 +34,7 @@ async def _turns(speculative_config: dict | None) -> list[str]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = {"model": neighbours.ENGINE["model"], "dtype": "float32", "enforce_eager": True}
-    arguments |= {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+    arguments |= {"max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
     given = AsyncEngineArgs(**arguments, speculative_config=speculative_config)
     engine = AsyncLLM.from_engine_args(given)
     ended = [asyncio.Event() for _ in TURNS]
