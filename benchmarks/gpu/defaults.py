@@ -42,13 +42,14 @@ def configurations(small: str, mid: str) -> dict[str, dict[str, Any]]:
     three = {**ngram, "num_tokens": 2}, *two
     found = {"sources": [ngram, {"model": small}], "num_tokens": 3}
     return {
-        "sources below a model": engines.cascade(8, found, {"model": mid, "stopping": "entropy"}),
+        "sources below a model": engines.cascade(8, found, {"model": mid}),
         "three levels, adaptive": engines.cascade(8, *three, adaptive=True),
+        "ends by entropy": engines.cascade(8, three[0], {"model": mid, "stopping": "entropy"}),
     }
 
 
 def run(setting: Setting) -> Finding:
-    """Two cascades below an 8B target, with what is forgotten when a prompt comes."""
+    """Cascades below an 8B target, with what is forgotten when a prompt comes."""
     engines.require_vllm()
     target, mid, small = (engines.shaped(setting, size) for size in ("8B", "1.7B", "0.6B"))
     Path(target, "generation_config.json").write_text(json.dumps({"do_sample": True, **SAMPLING}))

@@ -92,6 +92,7 @@ def test_defaults(setting):
     assert [line.split(";")[0] for line in found.lines] == [
         "sources below a model: 5 requests of 30 tokens",
         "three levels, adaptive: 5 requests of 30 tokens",
+        "ends by entropy: 5 requests of 30 tokens",
     ]
 
 
