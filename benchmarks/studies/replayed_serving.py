@@ -218,9 +218,7 @@ class Server:
                 each.room = min(each.room, lengths[-1]) if levels else 0
             return levels, lengths
         times, count = self.budget.times, len(drafting)
-        if not drafting or (
-            self.budget.target == 1 and not self.budget.searches.due(times[0].nearest(count))
-        ):
+        if not drafting or not self.budget.searches_for(count):
             return (), ()
         searching = self.times.look_up(count)
         self.seconds += searching

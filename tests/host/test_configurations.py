@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_lay
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.config.level_checks import target_mistakes
 from vllm_hsd.errors import UserError
-from vllm_hsd.host import draft_lengths, engine_hooks, graphs, program_models
+from vllm_hsd.host import engine_hooks, graphs, program_models
 from vllm_hsd.host.replacements import load_model
 from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
 
@@ -167,16 +167,11 @@ def test_a_target_that_reads_rejected_tokens_is_refused():
     assert "rejected tokens" in mistake and "remove speculative_config" in mistake
 
 
-def test_the_scheduler_reserves_what_workers_have_room_for(family, monkeypatch):
-    monkeypatch.setattr(draft_lengths, "learn_lengths", lambda *_: None)
+def test_the_scheduler_reserves_what_workers_have_room_for(family):
     config = configure(family, hsd(sources(NGRAM, {"suffix": {}}, branches=4)), block_size=32)
     config.cache_config.num_gpu_blocks = blocks = 64 * config.scheduler_config.max_num_seqs
-    scheduler = SimpleNamespace(
-        vllm_config=config, scheduler_config=SimpleNamespace(async_scheduling=True)
-    )
-    draft_lengths.make_scheduler(lambda *_: None, scheduler)
     own = config.speculative_config
-    assert scheduler.num_lookahead_tokens == own._private_blocks(config).lookahead(4)
+    assert config.num_lookahead_tokens == own._private_blocks(config).lookahead(4)
     assert own.room_mistake(config, blocks, groups=1) is None
     # Of so many groups of the cache, which vLLM's configuration does not know.
     assert "reserves 80 blocks of the KV cache" in own.room_mistake(config, blocks, groups=20)

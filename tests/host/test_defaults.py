@@ -16,7 +16,7 @@ NGRAM, MODEL = {"ngram": {"max": 3}}, {"model": "some/model"}
 HEAD_ALONE = {"eagle3": "some/head"}
 HEAD = {**HEAD_ALONE, "num_tokens": 2}
 LOOKUPS = {"sources": [NGRAM, {"suffix": {}}]}
-TARGET = SimpleNamespace(uses_mrope=False, is_encoder_decoder=False)
+TARGET = SimpleNamespace(is_encoder_decoder=False)
 
 
 def with_defaults(*levels: dict, connector=None, **keys):
@@ -111,6 +111,10 @@ def test_branches_that_engines_cannot_host_are_refused():
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=23)
     )
     assert "make 24 tokens of a request, above max_num_batched_tokens=23" in mistake
+    (mistake,) = mistakes(
+        scheduler_config=SimpleNamespace(max_num_seqs=3, max_num_batched_tokens=24)
+    )
+    assert "takes 4 rows of attention for a request, and there are max_num_seqs=3" in mistake
 
 
 def test_nothing_where_the_host_reads_no_draft(as_on_gpus):

@@ -97,6 +97,7 @@ def test_levels_that_fill_their_caches_late_are_refused(family, tmp_path):
         engine(family, tmp_path, [small | {"num_tokens": 2}, {"model": family.mid}], adaptive=True),
         engine(family, tmp_path, sources),
         engine(family, None, sources) | {"kv_offloading_size": 1},
+        engine(family, tmp_path, [{"sources": [ngram, ngram], "branches": 2}]),
         engine(family, None, sources, adaptive=True),
         engine(family, tmp_path, [{"sources": [ngram, ngram]}]),
         engine(family, tmp_path, [ngram], adaptive=True),
@@ -107,5 +108,7 @@ def test_levels_that_fill_their_caches_late_are_refused(family, tmp_path):
         f"UserError: adaptive {late}: remove adaptive or kv_transfer_config.",
         f"UserError: {key} {late}: remove {key} or kv_transfer_config.",
         f"UserError: {key} {late}: remove {key} or kv_offloading_size.",
+        "UserError: levels[0].branches are computed in blocks that a KV connector would take: "
+        "remove branches or kv_transfer_config.",
         *[None] * 3,
     ]

@@ -390,6 +390,10 @@ class DraftBudget:
             emitted = int((accepted + 1).sum()) + followed
             self.goodput[-1].learn(len(slots), passed, emitted, self.drafting_seconds)
 
+    def searches_for(self, size: int) -> bool:
+        """Whether lookups of level 0 search for so many requests; a step has passed."""
+        return self.target > 1 or self.searches.due(self.times[0].nearest(size))
+
     def searched(self, size: int, seconds: float, gained: float) -> None:
         """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""
         self.times[0].observe(size, seconds)

@@ -54,9 +54,6 @@ def make_scheduler(original, self, *args, **kwargs):
     if not isinstance(config, NeedsHooks):
         return
     learn_lengths(self, config)
-    room = getattr(config, "lookahead", lambda _: None)(self.vllm_config)
-    if room is not None:
-        self.num_lookahead_tokens = room
     # Drafts of asynchronous scheduling are as long as it says, whatever was drawn.
     if not self.scheduler_config.async_scheduling:
         replace_on(self.kv_cache_manager, _ALLOCATE, by=self.num_spec_tokens)

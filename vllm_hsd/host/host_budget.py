@@ -112,7 +112,7 @@ class HostBudget:
         drafts, offer, self.searching = program.drafts, None, 0.0
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
         if program.has_lookup and len(slots):
-            if not _agreed(partial(self._searches, len(slots))):
+            if not _agreed(partial(self.budget.searches_for, len(slots))):
                 if self.branches is not None:
                     self.branches.none(state)
                     self.budget.branch_tokens[slots] = 0
@@ -144,11 +144,6 @@ class HostBudget:
             if (whole := missed.sum()) and not times.empty:
                 found[k] = times.seconds(whole) * missed / whole
         return found
-
-    def _searches(self, size: int) -> bool:
-        """Whether lookups right below the target search for so many requests."""
-        budget = self.budget
-        return budget.target > 1 or budget.searches.due(budget.times[0].nearest(size))
 
     def proposal_ended(self, program: HostProgram, state: ProposalState) -> None:
         """Take in what was drafted for the target."""

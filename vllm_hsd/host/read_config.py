@@ -84,9 +84,9 @@ def _may_be_ours(arguments) -> bool:
     """Whether the engine's arguments mention this package, or are no configuration at all."""
     given = arguments.speculative_config
     if given is None or isinstance(given, Mapping):
-        mentioned = [arguments.spec_method, *(given or {}).values()]
-        named = any(name in mentioned for name in ("hsd", "hierarchical"))
-        return named or bool(_OWN_KEYS & (given or {}).keys())
+        given = given or {}
+        mentioned = [arguments.spec_method, *given, *given.values()]
+        return any(name in mentioned for name in ("hsd", "hierarchical", *_OWN_KEYS))
     return True
 
 

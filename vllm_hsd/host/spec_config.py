@@ -63,8 +63,8 @@ class CascadeSpeculativeConfig(NeedsHooks, SpeculativeConfig):
         Raises:
             UserError: a sentence for every mistake, which names the key and the fix.
         """
-        given = CascadeConfig.parse({key: value for key, value in raw.items() if key != "method"})
-        hsd = with_defaults(given, arguments)
+        keys = {key: value for key, value in raw.items() if key != "method"}
+        hsd = with_defaults(CascadeConfig.parse(keys), arguments)
         mistakes: list[str] = []
         with collected(mistakes):
             check_serving(hsd, target_parallel_config)

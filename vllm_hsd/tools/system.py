@@ -11,7 +11,7 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 # What a start on a CPU has compiled for the next one cannot be loaded, see `known_faults`.
-COMPILED_BY_CACHE = "VLLM_USE_AOT_COMPILE=0"
+NO_AOT_COMPILE = "VLLM_USE_AOT_COMPILE=0"
 
 
 def processor() -> str:
@@ -53,7 +53,7 @@ def serve_command(model: str) -> list[str]:
         return ["vllm", "serve", model]
     preloaded = [f"LD_PRELOAD={path}"] if (path := openmp()) else []
     server = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [COMPILED_BY_CACHE, *preloaded, *server]
+    return [NO_AOT_COMPILE, *preloaded, *server]
 
 
 def openmp() -> str:

@@ -177,7 +177,7 @@ def _options(*configs: dict[str, Any] | None) -> list[str]:
 def _faults(situation: Situation, config: dict[str, Any], serve: list[str]) -> Iterator[str]:
     from vllm import envs
 
-    ahead = envs.VLLM_USE_AOT_COMPILE and system.COMPILED_BY_CACHE not in serve
+    ahead = envs.VLLM_USE_AOT_COMPILE and system.NO_AOT_COMPILE not in serve
     rule = config.get("rejection_sample_method", "standard")
     return met_by(
         Combination(
