@@ -33,7 +33,7 @@ from vllm_hsd.tools.cli.bench_runs import Engines
 from vllm_hsd.tools.cli.options import integers, numbers
 from vllm_hsd.tools.planner.prompts import prompts_file
 
-SETS = "humaneval", "mt_bench", "gsm8k", "sum"
+SETS = "humaneval", "mt_bench", "gsm8k", "sum", "qa"
 TABLE = RESULTS / "results.csv"
 PLACES = 1, 2, 4, 8
 # With several streams: parts of a run, requests of each and stream, of each at least.
