@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.gpu.items import Finding, Setting
 from benchmarks.kernels.drafts import Drafts
-from tests.support import kernel_reference as reference
 from tests.support import vllm_sampler
+from vllm_hsd.kernels import naive as reference
 
 NOISE = 1.5
 Call = Callable[[], object]

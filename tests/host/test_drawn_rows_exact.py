@@ -16,10 +16,10 @@ from host.test_several_programs import rows_of
 from oracle import sequential
 from oracle.exact import Choices, Table, Tokens, deviation
 from oracle.test_program_exact import Chosen, exact_engine, exact_row
-from support import kernel_reference as reference
 
 from vllm_hsd.cascade import several_drafts
 from vllm_hsd.host.drawn_branches import DrawnBranches
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.tree_verify import TreeResult

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support import kernel_reference as reference
 from support.programs import PROMPT, Engine
 from support.proposal_states import TableLevel
 from support.recorded_graph import RecordedGraph, capture
 
 from vllm_hsd.cascade.level import Level
+from vllm_hsd.kernels import naive as reference
 
 
 def rows_of(engine: Engine) -> list[list[list[int]]]:

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from support import kernel_reference as reference
 from support.proposal_states import poison_memory
 
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.branch_walk import follow_branches
 from vllm_hsd.kernels.chain_verify import ChainResult
 from vllm_hsd.kernels.filter_rows import Filters

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support import kernel_reference as reference
 from support.interpreter import count_bytes
 from support.kernel_batches import (
     UNUSABLE_ROWS,
@@ -14,6 +13,7 @@ from support.kernel_batches import (
 from support.proposal_states import poison_memory
 
 from vllm_hsd.kernels import blocks, chain_verify
+from vllm_hsd.kernels import naive as reference
 
 INF = float("inf")
 CHUNK_AND_BLOCK = 512, 128

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import kernel_reference as reference
 from support import vllm_sampler
 from support.kernel_batches import make_chains, padded
 
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.chain_verify import verify_chain_padded
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 from vllm_hsd.kernels.sample_row import sample_row

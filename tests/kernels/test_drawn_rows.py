@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support import kernel_reference as reference
 from support.proposal_states import poison_memory
 
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.drawn_rows import DrawnResult, verify_drawn_rows
 from vllm_hsd.kernels.filter_rows import Filters
 from vllm_hsd.kernels.tree_verify import MAX_NODES

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support import kernel_reference as reference
 from support.interpreter import count_bytes
 from support.kernel_batches import UNUSABLE_ROWS
 
 from vllm_hsd.kernels import blocks, filter_rows
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.filter_rows import Filters, row_thresholds
 
 INF = float("inf")

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from support import kernel_reference as reference
 from support import marks
 from support.kernel_batches import draft_lse, make_chains, make_trees, verify_flat
 from support.marks import DEVICE, TOY, needs_graphs
@@ -21,6 +20,7 @@ from vllm_hsd.cascade import cascade_steps
 from vllm_hsd.cascade.level import Level
 from vllm_hsd.cascade.program import Program
 from vllm_hsd.kernels import chain_verify
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.sample_row import sample_row
 from vllm_hsd.kernels.tree_verify import verify_tree
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens
 from triton import jit
 from triton import language as tl
 
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.blocks import inverse_cdf_index
 from vllm_hsd.kernels.keep_rows import keep_rows
 from vllm_hsd.kernels.sample_row import sample_row

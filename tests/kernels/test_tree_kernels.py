@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import kernel_reference as reference
 from support.kernel_batches import UNUSABLE_ROWS, make_trees
 from support.proposal_states import poison_memory
 
+from vllm_hsd.kernels import naive as reference
 from vllm_hsd.kernels.tree_verify import verify_tree
 
 INF = float("inf")

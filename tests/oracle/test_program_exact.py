@@ -13,12 +13,12 @@ import pytest
 import torch
 from oracle import sequential
 from oracle.exact import Choices, Table, Tokens, deviation
-from support.kernel_reference import row_thresholds
 from support.programs import PROMPT, Engine
 
 from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.entropy_stopping import end_unsure_drafts
 from vllm_hsd.kernels.chain_verify import ChainResult
+from vllm_hsd.kernels.naive import row_thresholds
 
 VOCABULARY = 3
 TARGET = Table(VOCABULARY, 1)

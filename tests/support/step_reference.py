@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from support.kernel_reference import filtered
 
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.cascade.schedule import Draft, Verify, first_draw
+from vllm_hsd.kernels.naive import filtered
 from vllm_hsd.kernels.step_kernels import INVALID
 from vllm_hsd.tools.planner.prompt_lookup import propose
 from vllm_hsd.tools.reference.stopping import entropy_nats

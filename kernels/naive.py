@@ -1,13 +1,15 @@
-"""Reference implementations of the kernels in plain torch, with the same uniforms.
+"""The plain twins of the kernels that verify and draw: in torch, with the same uniforms.
 
-Softmax in float64, then ``vllm_hsd.rules``, one request at a time. Names and arguments are those
-of the kernels.
+Softmax in float64, then `vllm_hsd.rules`, one request at a time. Names, arguments, shapes and
+results are those of the kernels; nothing that serves imports this.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vllm_hsd.kernels.branch_walk import WalkResult
 from vllm_hsd.kernels.chain_verify import ChainResult
@@ -21,18 +23,28 @@ from vllm_hsd.rules.rng import host_uniforms
 from vllm_hsd.rules.tree import ROOT, Tree
 
 
-def uniforms(seeds, level: int, draws) -> torch.Tensor:
-    return torch.from_numpy(host_uniforms(seeds.numpy(), np.int64(level), draws.numpy()))
+def uniforms(seeds: Tensor, level: int, draws: Tensor) -> Tensor:
+    """float64 in [0, 1) for each (seed, level, draw), as `rng.uniform`."""
+    found = host_uniforms(seeds.numpy(), np.asarray(level, np.int64), draws.numpy())
+    return torch.from_numpy(found)
 
 
-def scaled_logits(logits, temperature) -> torch.Tensor:
+def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
     """[N, V] logits / [N] temperature in float32 as kernels compute it, unscaled where it is 0."""
     # The kernels multiply by the float32 reciprocal.
     scale = torch.where(temperature > 0, 1 / torch.where(temperature > 0, temperature, 1.0), 1.0)
     return logits.float() * scale[:, None]
 
 
-def row_thresholds(logits, temperature, filters, *, index=None, rows_per_request=1) -> torch.Tensor:
+def row_thresholds(
+    logits: Tensor,
+    temperature: Tensor,
+    filters: Filters,
+    *,
+    index: Tensor | None = None,
+    rows_per_request: int = 1,
+) -> Tensor:
+    """Of `filter_rows`: float32 [N], the least scaled logit that min-p, top-k and top-p keep."""
     if index is None:
         index = torch.arange(len(logits)) // rows_per_request
     temperature = torch.where(index >= 0, temperature[index], 0.0)
@@ -54,13 +66,13 @@ def row_thresholds(logits, temperature, filters, *, index=None, rows_per_request
     return thresholds
 
 
-def filtered(logits, temperature, thresholds) -> torch.Tensor:
+def filtered(logits: Tensor, temperature: Tensor, thresholds: Tensor) -> Tensor:
     """[N, V] logits with -inf below the rows' thresholds."""
     below = scaled_logits(logits, temperature.abs()) < thresholds[:, None]
     return logits.masked_fill(below, -float("inf"))
 
 
-def gumbel(seeds, positions, vocab_size) -> torch.Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """float32 [N, V], the noise of ``vllm_hsd.kernels.rng.gumbel`` for each (seed, position)."""
 
     def rotated(value: np.ndarray, shift: int) -> np.ndarray:
@@ -81,14 +93,14 @@ def gumbel(seeds, positions, vocab_size) -> torch.Tensor:
     return torch.from_numpy(-np.log(-np.log1p(-u))).float()
 
 
-def perturbed(logits, temperature, seeds, positions) -> torch.Tensor:
+def perturbed(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """[N, V]: logits / -temperature plus noise where it is negative, else the logits."""
     noisy = logits.float() / temperature.abs()[:, None]
     noisy += gumbel(seeds, positions, logits.shape[1])
     return torch.where((temperature < 0)[:, None], noisy, logits)
 
 
-def probabilities(logits, temperature) -> torch.Tensor:
+def probabilities(logits: Tensor, temperature: Tensor) -> Tensor:
     """softmax(logits / temperature) in float64; one-hot at the argmax where it is 0.
 
     A row that is invalid (a NaN or +inf in it, or only -inf) is NaN everywhere at a temperature
@@ -100,8 +112,16 @@ def probabilities(logits, temperature) -> torch.Tensor:
 
 
 def sample_row(
-    logits, temperature, seeds, draws, *, level=0, draw_offset=0, thresholds=None, positions=None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
+    *,
+    level: int = 0,
+    draw_offset: int = 0,
+    thresholds: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The logsumexp in float64."""
     if thresholds is not None:
         logits = filtered(logits, temperature, thresholds)
@@ -118,18 +138,18 @@ def sample_row(
 
 
 def verify_chain(
-    target_logits,
-    draft_logits,
-    draft_token_ids,
-    cu_num_draft_tokens,
-    temperature,
-    seeds,
-    draws,
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    draft_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
     *,
-    max_draft_tokens,
-    method="block",
-    level=1,
-    draft_temperature=None,
+    max_draft_tokens: int,
+    method: str = "block",
+    level: int = 1,
+    draft_temperature: Tensor | None = None,
 ) -> ChainResult:
     """Of chains whose tokens and rows are flat, one request at a time."""
     if draft_temperature is None:
@@ -159,24 +179,24 @@ def verify_chain(
 
 
 def verify_chain_padded(
-    target_logits,
-    draft_logits,
-    draft_sampled,
-    cu_num_logits,
-    idx_mapping,
-    temperature,
-    seeds,
-    draws,
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    draft_sampled: Tensor,
+    cu_num_logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
     *,
-    draw_offset=0,
-    draft_temperature=None,
-    draft_lse=None,
-    draft_index,
-    draft_length,
-    thresholds=None,
-    positions=None,
-    position_skip=0,
-    **options,
+    draw_offset: int = 0,
+    draft_temperature: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    draft_index: Tensor,
+    draft_length: Tensor,
+    thresholds: Tensor | None = None,
+    positions: Tensor | None = None,
+    position_skip: int = 0,
+    **options: Any,
 ) -> ChainResult:
     """Where every request has a row; options: see `verify_chain`."""
     state = idx_mapping.long()
@@ -211,22 +231,23 @@ def verify_chain_padded(
 
 
 def follow_branches(
-    chain,
-    target_logits,
-    draft_sampled,
-    cu_num_logits,
-    idx_mapping,
-    offsets,
-    counts,
-    temperature,
-    seeds,
-    draws,
+    chain: ChainResult,
+    target_logits: Tensor,
+    draft_sampled: Tensor,
+    cu_num_logits: Tensor,
+    idx_mapping: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
     *,
-    max_tokens,
-    level=1,
-    thresholds=None,
-    positions=None,
+    max_tokens: int,
+    level: int = 1,
+    thresholds: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> WalkResult:
+    """Of `branch_walk`: the tokens after a verified chain, along branches of point masses."""
     batch, rows = offsets.shape
     state, first = idx_mapping.long(), cu_num_logits[:-1, None] + offsets
     branches = np.full((batch, rows - 1, max_tokens), -1, dtype=np.int64)
@@ -258,17 +279,18 @@ def follow_branches(
 
 
 def verify_tree(
-    target_logits,
-    draft_logits,
-    tokens,
-    parents,
-    temperature,
-    seeds,
-    draws,
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
     *,
-    level=1,
-    draft_temperature=None,
+    level: int = 1,
+    draft_temperature: Tensor | None = None,
 ) -> TreeResult:
+    """Of `tree_verify`: one tree at a time, without the nodes that have no token."""
     batch, rows, vocab_size = target_logits.shape
     if draft_temperature is None:
         draft_temperature = temperature
