@@ -1,13 +1,9 @@
-"""The lowest level's drafts from n-grams and token pairs; cascade/lookups.py launches them.
-
-They read the text of a request: its committed part where the runner keeps it, the rest, which may
-be unverified, in the window.
-"""
+"""The lowest level's drafts from n-grams and token pairs; cascade/lookups.py launches them."""
 
 import triton
 import triton.language as tl
 
-from vllm_hsd.kernels.suffix_kernels import matched_tokens, token_at
+from vllm_hsd.kernels.texts import matched_tokens, token_at
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_hsd.kernels.blocks import times
-from vllm_hsd.kernels.suffix_kernels import matched_tokens
+from vllm_hsd.kernels.texts import matched_tokens
 
 # Columns of the facts of a request's prediction.
 COUNT, BEGIN, PLACE, AT, FACTS = (tl.constexpr(i) for i in range(5))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_hsd.kernels.blocks import extract_lane, times
-from vllm_hsd.kernels.suffix_kernels import token_at
+from vllm_hsd.kernels.texts import token_at
 
 
 @triton.jit

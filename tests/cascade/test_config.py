@@ -68,6 +68,7 @@ ALONE = [
     (sources({**NGRAM, "revision": "x"}), r"\.sources\[0\] of kind 'ngram' has no key 'revision'"),
     (sources({"ngram": {"length": 2}}), r"\.sources\[0\]\.ngram .*'length'; its keys are max, min"),
     (sources({"suffix": {"shared_tokens": 1 << 19}}), r"\.sources\[0\]\.suffix\.shared_tokens: "),
+    (sources(MODEL), " has one source, of kind 'model', and no lookup .* keys to the level"),
     (sources(MODEL, NGRAM), r" has sources\[0\] of kind 'model' before others"),
     *(
         (sources({**MODEL, key: 2}), rf" has sources\[0\]\.{key}, .* does not take: remove it{fix}")

@@ -68,13 +68,6 @@ def test_clients_do_not_say_how_long_answers_are():
     assert not reads(budget, late, 50, most=30_000)
 
 
-def test_lookups_next_to_a_model_that_may_not_read_draft():
-    budget, one = budget_of(1), np.ones(1, dtype=np.int64)
-    for budget.lazy in (False, True):
-        plan = budget.plan(0 * one, LENGTH * one, 1, None, np.full((1, 1), 30.0), 100 * one)
-        assert bool(plan.selection.levels) == budget.lazy and plan.reads.tolist() == [[False]]
-
-
 @pytest.mark.parametrize("late", [0.0, 30.0])
 def test_a_request_that_does_not_pay_is_left_out_and_others_draft(late):
     budget, slots = budget_of(4), np.arange(4)

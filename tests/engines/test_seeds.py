@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.cascades import DRAWN, configuration, stock
 from support.engines import alike, differing, ids, run_engine
-from support.level_files import LevelFiles, cascade, every_kind, write_level_files
+from support.level_files import EVERY_KIND, LevelFiles, cascade, every_kind, write_level_files
 from support.marks import slow_but
 from transformers import AutoModelForCausalLM
 
@@ -72,10 +72,7 @@ SHAPES = {
     "in chunks": {"block_size": 32, "max_num_batched_tokens": 72, "max_num_seqs": 12},
     "preempted": {"block_size": 32, "num_gpu_blocks_override": 14},
 }
-KINDS = (
-    *("ngram", "suffix", "bigram", "bigram_model", "model", "early_exit", "exit_head", "eagle3"),
-    *("sources", "three"),
-)
+KINDS = (*EVERY_KIND, "three")
 FAST = [("three", "whole", False), ("eagle3", "in chunks", False), ("sources", "preempted", True)]
 FAST += [("draft_model", "whole")]  # under stock drafters
 CASES = [(c, s, a) for c in KINDS for s in SHAPES for a in (True, False)]

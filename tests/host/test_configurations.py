@@ -13,7 +13,7 @@ import pytest
 from support import cascades
 from support.damage import change_config, damaged_copy
 from support.engines import configure
-from support.level_files import filled
+from support.level_files import EVERY_KIND, filled
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -24,7 +24,7 @@ from vllm_hsd.config.level_checks import target_mistakes
 from vllm_hsd.errors import UserError
 from vllm_hsd.host import engine_hooks, graphs, program_models
 from vllm_hsd.host.replacements import load_model
-from vllm_hsd.levels.base import LevelConfig, VllmModelKeys
+from vllm_hsd.levels.base import KINDS, LevelConfig, VllmModelKeys
 
 STATES = "eagle_aux_hidden_state_layer_ids"
 
@@ -63,7 +63,7 @@ SERVED = [
     hsd(sources(NGRAM, {"suffix": {}})),
     hsd(sources(NGRAM, EXIT)),
     hsd(PAIR),
-    hsd(sources(EAGLE3, num_tokens=1), EXIT),
+    hsd(sources(NGRAM, EAGLE3, num_tokens=1), EXIT),
     hsd({**EAGLE3, "num_tokens": 1}, EXIT),
     hsd(sources(NGRAM, branches=2)),
     hsd(sources(NGRAM, branches=2), adaptive=True),
@@ -121,6 +121,11 @@ def files(family, head) -> dict[str, str]:
     store = str(Path(family.target).with_name("pairs.safetensors"))
     write_store(collect_texts([np.arange(3)], family.vocabulary), store)
     return {"HEAD": head, "SMALL": family.small, "STORE": store}
+
+
+def test_engines_are_tested_with_every_kind():
+    """But for what a request brings, and what a target does."""
+    assert set(EVERY_KIND) == KINDS.keys() - {"prediction", "mtp"}
 
 
 @pytest.mark.parametrize("given", SERVED)

@@ -19,7 +19,8 @@ SHORT = (
     Cascade((4, 8), "ngram"),
     Cascade((8,), "suffix", store=1 << 24, shared=1 << 18),
     Cascade((3, 8), counted=(0,)),
-    Cascade((4, 8), "sources"),
+    # All lookups that there are.
+    Cascade((4, 8), "sources", sources=4),
     Cascade((3, 8), unsure=(0, 1), horizontal_tokens=3),
     Cascade((3, 8), head=True),
     StockDrafter(torch.bfloat16),

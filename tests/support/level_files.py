@@ -13,6 +13,12 @@ from vllm_hsd.cascade.exit_head import ExitHead, write_exit_head
 from vllm_hsd.cascade.text_store import collect_texts, write_store
 from vllm_hsd.tools.exit_head_training import plain_exit_head
 
+# Those of `every_kind`: all but what needs a target or a request of its own.
+EVERY_KIND = (
+    *("ngram", "suffix", "bigram", "bigram_model", "model", "early_exit", "exit_head", "eagle3"),
+    "sources",
+)
+
 
 @dataclass(frozen=True)
 class LevelFiles:
@@ -62,7 +68,7 @@ def filled(part: Any, paths: dict[str, str]) -> Any:
 def every_kind(family, files: LevelFiles) -> dict[str, dict]:
     """Kind -> a level of it, for tests that try each."""
     lookup, small = {"ngram": {"max": 3}}, {"model": family.small}
-    return {
+    found = {
         "ngram": lookup,
         "suffix": {"suffix": {"store": files.store, "shared_tokens": 500}},
         "bigram": {"bigram": files.store},
@@ -73,3 +79,4 @@ def every_kind(family, files: LevelFiles) -> dict[str, dict]:
         "eagle3": {"eagle3": files.eagle3},
         "sources": {"sources": [lookup, small]},
     }
+    return {kind: found[kind] for kind in EVERY_KIND}

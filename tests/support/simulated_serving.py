@@ -158,7 +158,7 @@ class Proposal:
         self.cascade, self.has_lookup = cascade, cascade.lookup is not None
         self.everything = self.selection = cascade.everything
         self.requested, self.draft_length = torch.zeros(2, 1, size, dtype=torch.int32)
-        self.estimate, self.lazy = cascade.estimate, False
+        self.estimate = cascade.estimate
 
     def begin(self, batch: DraftBatch, slots: np.ndarray, most: int) -> None:
         """Of these requests; `requested` and `draft_length` are of them."""

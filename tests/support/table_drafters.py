@@ -1,6 +1,5 @@
 """Drafters of tables, for `table_runner`: the methods of vLLM's, and cascades as configured."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_hsd.budget.source_choice import Estimates, SourcesLookup
 from vllm_hsd.cascade.bigram_rows import BigramRows
-from vllm_hsd.cascade.lookups import lookup_bigram, lookup_ngram
+from vllm_hsd.cascade.lookups import lookup_bigram
 from vllm_hsd.cascade.proposal_state import KVGroups
 from vllm_hsd.cascade.suffix_lookup import SuffixLookup
 from vllm_hsd.cascade.text_order import order_texts
@@ -172,8 +171,7 @@ class TableCascade(CascadeSpeculator):
         if level.kind == "suffix":
             store = order_texts(pairs_of(table), CPU)
             return SuffixLookup(store, level.suffix.min_acceptance, CPU), None
-        keys = {"shortest": level.ngram.min, "longest": level.ngram.max}
-        return partial(lookup_ngram, **keys), level.estimates(CPU)
+        return level.build(self, 0), level.estimates(CPU)
 
     def drafts(self, slots: torch.Tensor, states, *num_tokens: torch.Tensor) -> torch.Tensor:
         """num_tokens: sampled and rejected ones."""

@@ -74,8 +74,6 @@ class DraftBudget:
         # forgotten; and of the proposal under way, its passes and requests.
         self.further = np.zeros((self.target, self.longest + 1))
         self.passes, self.drafting = 0, 1
-        # Whether level 0 has lookups next to a model, which draft also where that may not read.
-        self.lazy = False
         # Tokens of their branches, that are verified next to the drafts.
         self.branch_tokens = np.zeros(num_slots, dtype=np.int64)
 
@@ -112,9 +110,7 @@ class DraftBudget:
         verify, rate = target.prices(size, running), target.rate(running)
         late = np.zeros((self.target, size)) if late is None else late
         left = self.reading.left(slots, np.ones(size) if left is None else left)
-        found = self._select(slots, most, verify, rate, offer, late, left, target.gain(running))
-        found.reads = self.reading.reads[:, slots]
-        return found
+        return self._select(slots, most, verify, rate, offer, late, left, target.gain(running))
 
     def _select(
         self,
@@ -153,7 +149,7 @@ class DraftBudget:
             emitted = 1 + accepted / size
             worth.append(((1 + net / size - tokens) / emitted, emitted))
         reads = self.reading.pays(slots, worth, costs, left)
-        for top in range(int(self.lazy), target):
+        for top in range(target):
             if not reads[top].all():
                 gains[top] = gain(top, np.where(reads[top], most, 0))
         best = max(range(target), key=lambda top: gains[top][0])

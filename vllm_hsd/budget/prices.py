@@ -40,14 +40,12 @@ class Plan:
         selection: levels and draft lengths.
         further: see `Round`.
         gained: by the search for the offer, in accepted tokens above the price of verifying them.
-        reads: [levels, n] bool, what a level may read late of a request; None for everything.
     """
 
     verify: np.ndarray
     selection: StepLevels = NOTHING
     further: Round = NOTHING_MORE
     gained: float = 0.0
-    reads: np.ndarray | None = None
 
 
 def further_tokens(verify: np.ndarray) -> np.ndarray:

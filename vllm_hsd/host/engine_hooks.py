@@ -28,7 +28,7 @@ REGISTRY.overrides(
             "self",
         )
     },
-    tested=("0.33",),
+    missing=("0.32",),
 )
 
 # Drafters of vLLM under which block verification was tested.

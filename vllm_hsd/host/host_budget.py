@@ -46,8 +46,6 @@ class HostBudget:
         self.top = np.zeros(max_num_reqs, dtype=np.int64)
         self.lengths = np.zeros(max_num_reqs, dtype=np.int64)
         self.awaits_verdict = np.zeros(max_num_reqs, dtype=bool)
-        # Whether the model next to lookups may read a text late.
-        self.reads = np.ones(max_num_reqs, dtype=bool)
         self.drafted: float | None = None
         self.began = self.searching = 0.0
         self.further = NOTHING_MORE
@@ -120,11 +118,9 @@ class HostBudget:
             began = clock.seconds()
             offer = program.draft_ahead(state, drafts)
             self.searching = clock.seconds() - began
-        late, self.budget.lazy = self._late(program, len(slots)), program.lazy
+        late = self._late(program, len(slots))
         plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, left[drafts]))
         selected, self.further = plan.selection, plan.further
-        if program.lazy and plan.reads is not None:
-            self.reads[slots] = plan.reads[0]
         if offer is not None:
             self.budget.searched(len(slots), self.searching, plan.gained)
         if selected.levels and program.thresholds is not None:
@@ -161,7 +157,7 @@ class HostBudget:
     def forget(self, slot: int) -> None:
         """The slot has a new request."""
         self.budget.forget(slot)
-        self.awaits_verdict[slot], self.reads[slot] = False, True
+        self.awaits_verdict[slot] = False
 
     def nothing_drafted(self) -> None:
         """The step has no proposal."""

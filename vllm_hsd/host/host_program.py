@@ -39,14 +39,12 @@ class HostProgram(Program):
         estimate: by level [slots, n] float64, acceptance of the tokens of the last drafts by the
             drafter's own account, NaN for none.
         has_lookup: level 0 drafts without forward passes.
-        lazy: level 0 reads only the texts for which it drafts.
         most_replaced: tokens of level 0's own draft that it has not computed, at most.
         logits: [B, n, V] of the last pass.
     """
 
     logits: torch.Tensor
     budget: Any = None
-    lazy = False
     most_replaced = 1
 
     def __init__(

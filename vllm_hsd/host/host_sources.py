@@ -16,7 +16,13 @@ from vllm_hsd.host.host_program import HostProgram
 
 
 class HostSources(HostProgram):
-    """A `HostProgram` whose level 0 is a model with lookups next to it."""
+    """A `HostProgram` whose level 0 is a model with lookups next to it.
+
+    Not with `adaptive`, where the model is a level above them (`config.defaults`).
+
+    Attributes:
+        lazy: level 0 reads only the texts for which it drafts.
+    """
 
     sources: ProgramSources
 
@@ -60,7 +66,7 @@ class HostSources(HostProgram):
             self.trials.pays(0)
         elif self.trials.due(0):
             wants = np.ones_like(wants)
-        return wants if self.budget is None else wants & self.budget.reads[self.slots]
+        return wants
 
     def _pass_on(self, state: ProposalState, level: int) -> None:
         super()._pass_on(state, level)

@@ -48,7 +48,7 @@ class Hook:
         issue: vLLM issue or pull request about what makes it necessary, or NONE_FILED; empty for
             what is only overridden.
         until: when the dependency can go.
-        tested: releases in which it was tested; others of TESTED do not have it.
+        missing: releases of TESTED that do not have it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Hook:
     parameters: str | tuple[str, ...] | None = None
     issue: str = ""
     until: str = ""
-    tested: tuple[str, ...] = TESTED
+    missing: tuple[str, ...] = ()
 
 
 class Registry:
@@ -84,11 +84,11 @@ class Registry:
     def overrides(
         self,
         names: Mapping[str, tuple[str, str | tuple[str, ...] | None]],
-        tested: tuple[str, ...] = TESTED,
+        missing: tuple[str, ...] = (),
     ) -> None:
         """Add names that subclasses of ours override: name -> (why, parameters)."""
         for name, (why, parameters) in names.items():
-            self.register(Hook(name, "overridden", why, parameters, tested=tested))
+            self.register(Hook(name, "overridden", why, parameters, missing=missing))
 
     def replaces(
         self,
@@ -207,7 +207,7 @@ def installed_release() -> str:
 
 def fault_of(hook: Hook) -> str | None:
     """One sentence on how a name differs from the tested releases, None if it does not."""
-    if installed_release() in {*TESTED} - {*hook.tested}:
+    if installed_release() in hook.missing:
         return None
     try:
         found = resolve(hook.name)

@@ -26,8 +26,9 @@ LevelVerifier = Annotated[Literal["block", "standard", "none"], _ALIAS]
 TargetVerifier = Annotated[Literal["block", "standard", "coupled"], _ALIAS]
 Stopping = Literal["fixed", "entropy"]
 Name = Annotated[str, Field(min_length=1)]
-# The longest draft that the verification kernel takes.
-Tokens = Annotated[int, Field(ge=1, le=63)]
+# That the verification kernel takes.
+LONGEST_DRAFT = 63
+Tokens = Annotated[int, Field(ge=1, le=LONGEST_DRAFT)]
 MAX_BRANCHES = 16
 Probability = Annotated[float, Field(ge=0, le=1)]
 VllmKey = Annotated[Any, Field(exclude=True)]

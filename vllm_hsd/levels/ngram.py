@@ -8,9 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from vllm_hsd.cascade.level import ngram_confidence, of_each_token
-from vllm_hsd.levels.base import Keys, LookupKeys
-
-MAX_DRAFT = 128
+from vllm_hsd.levels.base import LONGEST_DRAFT, Keys, LookupKeys
 
 
 class NgramConfig(Keys):
@@ -52,5 +50,5 @@ class NgramLevelConfig(LookupKeys):
 
         from vllm_hsd.budget.source_choice import Estimates
 
-        each = torch.from_numpy(of_each_token(ngram_confidence(MAX_DRAFT)))
+        each = torch.from_numpy(of_each_token(ngram_confidence(LONGEST_DRAFT)))
         return Estimates(each.to(device), by_token=False)

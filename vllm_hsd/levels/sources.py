@@ -115,4 +115,9 @@ class SourcesLevelConfig(BranchKeys):
                         f"has sources[{i}].{key}, which a source does not take: remove it"
                         + (" or give it to the level" if key in ("num_tokens", "branches") else "")
                     )
+        if len(self.sources) == 1 and not self.sources[0].is_lookup:
+            raise ValueError(
+                f"has one source, of kind '{self.sources[0].kind}', and no lookup next to it: give "
+                "its keys to the level"
+            )
         return self

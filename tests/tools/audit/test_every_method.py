@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 from support.engines import started
-from support.level_files import LevelFiles, cascade, every_kind, write_level_files
+from support.level_files import EVERY_KIND, LevelFiles, cascade, every_kind, write_level_files
 from support.stock_heads import write_eagle_head, write_mtp_target
 
 from vllm_hsd.tools.audit import sampled
@@ -45,10 +45,7 @@ def models(text_family, tmp_path_factory) -> dict[bool, Models]:
 
 
 # Every kind below a model, and more.
-LEVELS = (
-    *("ngram", "suffix", "bigram", "bigram_model", "model", "early_exit", "exit_head", "eagle3"),
-    *("sources", "eagle3 alone", "horizontal", "adaptive"),
-)
+LEVELS = (*EVERY_KIND, "eagle3 alone", "horizontal", "adaptive")
 
 
 def levels(name: str, m: Models) -> list[dict]:

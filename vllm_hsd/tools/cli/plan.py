@@ -15,11 +15,11 @@ from vllm_hsd.checked_files import write_json
 from vllm_hsd.config.cascade_config import MAX_LEVELS, CascadeConfig
 from vllm_hsd.config.sizes import MAX_BATCH_SIZE
 from vllm_hsd.errors import UserError, quoted
+from vllm_hsd.levels.base import LONGEST_DRAFT
 from vllm_hsd.tools import system
 from vllm_hsd.tools.cli.options import integers, json_object
 from vllm_hsd.tools.planner.predict import Prediction, Selection
 from vllm_hsd.tools.planner.profile import (
-    MAX_DRAFT_TOKENS,
     Candidate,
     Profile,
     Sampling,
@@ -176,8 +176,8 @@ def profile_command(arguments: argparse.Namespace) -> int:
 
 def _check_profile_arguments(arguments: argparse.Namespace) -> None:
     longest, ngram = arguments.max_draft_tokens, arguments.ngram
-    if not 1 <= longest <= MAX_DRAFT_TOKENS:
-        raise UserError(f"--max-draft-tokens is {longest}: give 1 to {MAX_DRAFT_TOKENS}.")
+    if not 1 <= longest <= LONGEST_DRAFT:
+        raise UserError(f"--max-draft-tokens is {longest}: give 1 to {LONGEST_DRAFT}.")
     if "speculative_config" in json_object(arguments.engine_args, "--engine-args"):
         raise UserError("--engine-args must not hold speculative_config: the target runs without.")
     if arguments.num_prompts < 1:

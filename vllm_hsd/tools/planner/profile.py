@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from vllm_hsd.checked_files import TensorHeader, read_json, read_tensors, written_whole
 from vllm_hsd.errors import UserError, brief, quoted
-from vllm_hsd.levels import Level
+from vllm_hsd.levels import Level, Tokens
 from vllm_hsd.tools import system
 from vllm_hsd.tools.planner.latencies import Latencies
 from vllm_hsd.tools.planner.survival import VERIFIERS, Acceptance, Verifier
@@ -25,7 +25,6 @@ from vllm_hsd.tools.planner.survival import VERIFIERS, Acceptance, Verifier
 Floats = NDArray[np.float64]
 
 SCHEMA = 3
-MAX_DRAFT_TOKENS = 63
 MAX_JSON_BYTES = 16 << 20
 MAX_TABLE_BYTES = 1 << 30
 
@@ -104,7 +103,7 @@ class Profile(_Strict):
     candidates: Annotated[list[Candidate], Field(min_length=1, max_length=256)]
     sampling: Sampling = Field(default_factory=Sampling)
     prompts: Prompts | None = None
-    max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
+    max_draft_tokens: Tokens
     rates: list[list[Rate]]
     tables: str
     latencies: Latencies | None = None
