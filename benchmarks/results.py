@@ -234,25 +234,17 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
             "speedup_high": row["ci_high"],
         }
         for row in rows
-        if row["group"].startswith(FAMILY)
-        and row["group"] not in (FAMILY_PLANNED, FAMILY_STREAMS)
-        and row["configuration"] != PLAIN
+        if row["group"] in (FAMILY, FAMILY_PEER) and row["configuration"] != PLAIN
     ]
     if not own:
         return
     # A configuration may be in two groups of one machine: the first one's is drawn.
     bars: dict[tuple[str, ...], dict[str, str]] = {}
-    most: dict[str, int] = {}
     for row in own:
         bars.setdefault((row["temperature"], row["set"], row["configuration"]), row)
-        panel, answers = row["temperature"], int(row["batches"])
-        most[panel] = max(most.get(panel, 0), answers)
-    own = list(bars.values())
-    for row in own:
-        if int(row["batches"]) < most[row["temperature"]]:
-            row["configuration"] += f" ({row['batches']})"
-    title = f"{FAMILY} over no speculation, {own[0]['dtype']}, batch 1; (6): of fewer answers"
-    plot.bars(own, path, x="set", panel="temperature", measure="speedup", title=title)
+    title = f"{FAMILY} over no speculation, {own[0]['dtype']}, batch 1"
+    columns = {"x": "set", "panel": "temperature", "measure": "speedup"}
+    plot.bars([*bars.values()], path, **columns, title=title)
 
 
 def main() -> int:

@@ -15,10 +15,10 @@ SIZES = {
     "lines of kernels": 9307,
     "lines of tools": 14590,
     "lines of tests": 30173,
-    "lines of benchmarks": 8272,
+    "lines of benchmarks": 8264,
     "refusals": 225,
     "words of documents": 25945,
-    "modules that a server imports": 128,
+    "modules that a server imports": 129,
 }
 SERVER = """
 import sys
