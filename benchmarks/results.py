@@ -243,8 +243,8 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     for row in own:
         bars.setdefault((row["temperature"], row["set"], row["configuration"]), row)
     title = f"{FAMILY} over no speculation, {own[0]['dtype']}, batch 1"
-    columns = {"x": "set", "panel": "temperature", "measure": "speedup"}
-    plot.bars([*bars.values()], path, **columns, title=title)
+    own = list(bars.values())
+    plot.bars(own, path, x="set", panel="temperature", measure="speedup", title=title)
 
 
 def main() -> int:

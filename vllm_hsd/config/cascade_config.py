@@ -297,8 +297,6 @@ def _without_tags(location: tuple[Any, ...]) -> tuple[list[Any], str | None]:
 def _sentence(fault: Any) -> str:
     """A fault of a pydantic report as one sentence: the key, what it must be, what was given."""
     path, kind = _without_tags(fault["loc"])
-    if fault["type"] == "missing" and len(path) > 1:
-        return f"{_key(path[:-1])} needs the key {quoted(path[-1])}."
     if fault["type"] == "missing":
         return f"method 'hsd' needs the key {_MISSING[path[0]]}."
     if fault["type"] == "extra_forbidden":
