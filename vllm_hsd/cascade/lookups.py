@@ -52,7 +52,7 @@ def lookup_ngram(state: ProposalState, text: torch.Tensor, *, shortest: int, lon
         best,
         chunks,
         SHORTEST=shortest,
-        LANES=padded_size(state.lse[0].shape[1]),
+        LANES=padded_size(state.lowest_draft),
         CHUNKS=padded_size(chunks),
         num_warps=1,
     )

@@ -62,7 +62,7 @@ class PredictionLookup:
             text: int32 [max_num_reqs, max_model_len], all committed tokens; its memory must not
                 move.
         """
-        batch, n, width = state.batch, state.lse[0].shape[1], self.tokens.shape[1]
+        batch, n, width = state.batch, state.lowest_draft, self.tokens.shape[1]
         chunk = search_chunk(width, text.device)
         chunks = triton.cdiv(width, chunk)
 

@@ -196,6 +196,11 @@ class ProposalState:
         return self.draft_tokens.shape[1]
 
     @property
+    def lowest_draft(self) -> int:
+        """n of level 0, also once shortened."""
+        return self.lse[0].shape[1]
+
+    @property
     def filters(self) -> Filters:
         """Of the B requests."""
         return Filters(self.top_k, self.top_p, self.min_p)

@@ -76,7 +76,7 @@ class SuffixLookup:
                 move.
         """
         sources = 1 + sum(other is not None for other in (self.shared, self.texts))
-        batch, n = state.batch, state.lse[0].shape[1]
+        batch, n = state.batch, state.lowest_draft
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(sources, *shape, dtype=dtype, device=text.device)
@@ -159,7 +159,7 @@ class SuffixLookup:
             chunks,
             self.least,
             DEPTH=DEPTH,
-            N=state.lse[0].shape[1],
+            N=state.lowest_draft,
             OCCURRENCES=OCCURRENCES,
             PROBES=PROBES,
             VOTERS=VOTERS,
@@ -187,7 +187,7 @@ class SuffixLookup:
             len(texts.order),
             self.least,
             DEPTH=DEPTH,
-            N=state.lse[0].shape[1],
+            N=state.lowest_draft,
             PROBES=PROBES,
             WAYS=WAYS,
             HEAD=HEAD,

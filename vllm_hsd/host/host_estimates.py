@@ -32,13 +32,13 @@ def estimates_of(
     if own.by_token:
         return lambda state, _: values[np.maximum(_drafted(state, -1), 0)]
     return lambda state, _: np.broadcast_to(
-        values[: state.lse[0].shape[1]], (state.batch, state.lse[0].shape[1])
+        values[: state.lowest_draft], (state.batch, state.lowest_draft)
     )
 
 
 def _drafted(state: ProposalState, first: int) -> np.ndarray:
     """[B, n] tokens of the texts, from `first` places after the start of level 0's draft on."""
-    places = np.arange(first, first + state.lse[0].shape[1])
+    places = np.arange(first, first + state.lowest_draft)
     at = state.start[0].numpy()[:, None] + places
     window = state.window.numpy()
     found: np.ndarray = np.take_along_axis(window, np.minimum(at, window.shape[1] - 1), 1)
