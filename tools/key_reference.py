@@ -27,7 +27,8 @@ HEAD = """\
 
 Generated from the classes that check a configuration (`python -m tools.key_reference`). What the
 keys do together is in [configuration](configuration.md), whole configurations are in
-[recipes](recipes.md). Dashes in keys are read as underscores.
+[recipes](recipes.md). Dashes in keys of cascades and
+levels are read as underscores.
 
 ## `"method": "hsd"`
 

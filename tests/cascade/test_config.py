@@ -65,6 +65,8 @@ ALONE = [
     ({"early_exit": 0}, r"\.early_exit is 0, .*--layers 0` as exit_head"),
     ({"early_exit": "half"}, r"\.early_exit: .*'half'"),
     (sources(sources(NGRAM)), r"\.sources\[0\] needs one of the kinds: bigram, .*exit_head, model"),
+    (sources({**sources(NGRAM), **NGRAM}), r"\.sources\[0\] of kind 'ngram' has no key 'sources'"),
+    ({"prediction": {"max": 3}}, r"\.prediction has no key 'max'; it has none: leave it empty"),
     (sources({**NGRAM, "revision": "x"}), r"\.sources\[0\] of kind 'ngram' has no key 'revision'"),
     (sources({"ngram": {"length": 2}}), r"\.sources\[0\]\.ngram .*'length'; its keys are max, min"),
     (sources({"suffix": {"shared_tokens": 1 << 19}}), r"\.sources\[0\]\.suffix\.shared_tokens: "),
@@ -87,7 +89,11 @@ ALONE = [
 FAULTS = [
     *((hsd(level), rf"levels\[0\]{said}") for level, said in ALONE),
     *((raw, "^speculative_config is .*: give a mapping") for raw in ([1], "hsd", 7)),
-    ({**hsd(TOP), 1: 2}, "^speculative_config has the key 1: keys must be text"),
+    ({**hsd(TOP), 1: 2}, "^speculative_config has the key 1: keys must be printable text"),
+    (
+        {**hsd(TOP), "\ud800": 2},
+        r"^speculative_config has the key '.ud800': keys must be printable",
+    ),
     (
         {**hsd(TOP), "num-speculative-tokens": 3},
         "^speculative_config .* 'num_speculative_tokens' twice, with a dash and with an underscore",

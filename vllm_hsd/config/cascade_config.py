@@ -239,7 +239,7 @@ def read_speculative_config(raw: object) -> dict[str, Any]:
     """The mapping given as `speculative_config` (None for nothing), with underscores in its keys.
 
     Raises:
-        UserError: not a mapping, a key that is not text, or one given with a dash and without.
+        UserError: not a mapping, a key that is no printable text, or one given with a dash and without.
     """
     if raw is None:
         return {}
@@ -308,7 +308,8 @@ def _sentence(fault: Any) -> str:
         if fields is None:
             named, fields = f"{owner} of kind '{kind}'", KINDS[str(kind)]
         known = sorted(fields.model_fields)
-        return f"{named} has no key {unknown}; its keys are {', '.join(known)}."
+        rest = f"its keys are {', '.join(known)}" if known else "it has none: leave it empty"
+        return f"{named} has no key {unknown}; {rest}."
     if fault["type"] == "value_error":
         return f"{_key(path)} {fault['ctx']['error']}.".lstrip()
     given = f"(given: {quoted(fault['input'])})"

@@ -41,7 +41,7 @@ Source = Annotated[LevelConfig, AnyKind(sources_only=True)]
 
 
 def _with_one_kind(raw: object, known: list[str]) -> object:
-    """A level with underscores in its keys and exactly one kind."""
+    """A level with underscores in its keys and exactly one known kind, which is its first key."""
     if isinstance(raw, LevelConfig):
         return raw
     if not isinstance(raw, Mapping):
@@ -53,13 +53,13 @@ def _with_one_kind(raw: object, known: list[str]) -> object:
         raise ValueError(f"needs one of the kinds: {', '.join(known)} (given: {given})")
     if len(kinds) > 1:
         raise ValueError(f"has two kinds, '{kinds[0]}' and '{kinds[1]}': keep one")
-    return level
+    return {kinds[0]: level.pop(kinds[0]), **level}
 
 
 def _kind(level: Any) -> str:
     if isinstance(level, LevelConfig):
         return level.kind
-    return next(kind for kind in KINDS if kind in level)
+    return next(key for key in level if key in KINDS)
 
 
 def level_name(raw: Mapping[str, Any]) -> str:
@@ -71,12 +71,13 @@ def with_underscores(raw: Mapping[Any, Any]) -> dict[str, Any]:
     """The mapping with underscores for the dashes in its keys.
 
     Raises:
-        ValueError: a key that is not text, or one given both ways.
+        ValueError: a key that is no printable text, or one given both ways.
     """
     mapping: dict[str, Any] = {}
     for key, value in raw.items():
-        if not isinstance(key, str):
-            raise ValueError(f"has the key {quoted(key)}: keys must be text")
+        # Lone surrogates are text to JSON alone.
+        if not (isinstance(key, str) and key.isprintable()):
+            raise ValueError(f"has the key {quoted(key)}: keys must be printable text")
         name = key.replace("-", "_")
         if name in mapping:
             raise ValueError(

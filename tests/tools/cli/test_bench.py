@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -42,6 +43,21 @@ CASCADE = {
 def three_rounds(tmp_path, configs=(None, NGRAM, CASCADE), **changes):
     sizes = {"batch_sizes": [1, 2], "temperatures": [0.0, 1.0], "rounds": 3, **changes}
     return make_comparison(tmp_path, configs, "ab", **sizes)
+
+
+def test_dashes_are_read_in_what_this_package_serves(tmp_path):
+    """`verify` asks the keys what it can promise; vLLM refuses them in methods of its own."""
+    ours = {"method": "draft_model", "rejection-sample-method": "hierarchical"}
+    configs = [json.dumps(config) for config in (ours, {"method": "ngram", "prompt-lookup-max": 3})]
+    arguments = SimpleNamespace(
+        engine_args="{}", prompts=None, model="x", dtype="auto", output=tmp_path
+    )
+    sizes = {"batch_sizes": [1], "temperatures": [0.0], "max_tokens": 1, "num_prompts": 1}
+    read = bench.comparison_of(arguments, configs, rounds=1, **sizes).configs
+    assert read[1:] == [
+        {key.replace("-", "_"): value for key, value in ours.items()},
+        json.loads(configs[1]),
+    ]
 
 
 def test_of_what_an_output_directory_holds_only_our_own_is_removed(tmp_path):

@@ -49,6 +49,11 @@ def test_a_model_that_is_not_here_and_no_network(capsys, monkeypatch):
     check_faults(capsys, "some/model", NGRAM, ["vLLM refuses .* cached snapshot"])
 
 
+def test_arguments_of_a_server_are_refused_in_one_sentence(family, capsys):
+    refused = "vLLM's engine refuses the arguments: unrecognized arguments: --port 8000"
+    check_faults(capsys, family.target, NGRAM, [refused], "--port", "8000")
+
+
 def cascade(*levels: dict) -> dict:
     return {"method": "hsd", "num_speculative_tokens": 6, "levels": levels}
 

@@ -46,6 +46,8 @@ def test_plain_text(tmp_path):
         ("p.jsonl", "", "holds no prompt"),
         ("p.txt", " \n\n ", "holds no prompt"),
         ("p.jsonl", '{"prompt": "x"}\n{"prompt": ', "line 2 of .* is not JSON"),
+        ("p.jsonl", "[" * 10**5, "line 1 of .* is not JSON"),
+        ("p.jsonl", "9" * 5000, "line 1 of .* is not JSON"),
         ("p.jsonl", '{"question": "x"}', "line 1 of .* has neither a 'prompt'"),
         ("p.jsonl", '{"turns": []}', "has neither"),
         ("p.jsonl", '{"prompt": "  "}', "has neither"),

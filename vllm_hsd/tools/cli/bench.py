@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_hsd.config.cascade_config import read_speculative_config
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools import system
+from vllm_hsd.tools.audit.drafters import keeps_seeds
 from vllm_hsd.tools.cli import bench_files, bench_report, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.tools.cli.bench_runs import measure
@@ -90,7 +92,8 @@ def command(arguments: argparse.Namespace) -> int:
 def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: Any) -> Comparison:
     """The model and prompts of the arguments, and configurations, compared to the given extent."""
     given = [
-        json_object(text, f"--speculative-config number {n}") for n, text in enumerate(configs, 1)
+        _as_read(json_object(text, f"--speculative-config number {n}"))
+        for n, text in enumerate(configs, 1)
     ]
     engine_args = json_object(arguments.engine_args, "--engine-args")
     if "speculative_config" in engine_args:
@@ -109,6 +112,12 @@ def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: A
         sampling=[sampling for _, sampling in requests],
         **extent,
     )
+
+
+def _as_read(given: dict[str, Any]) -> dict[str, Any]:
+    """A configuration, with underscores in its keys where it is served by this package."""
+    read = read_speculative_config(given)
+    return read if keeps_seeds(read) else given
 
 
 def in_order(values: list[Any], option: str, least: int) -> list[Any]:

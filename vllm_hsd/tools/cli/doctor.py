@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import platform
 import signal
@@ -57,7 +59,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add(
         "vllm_arguments", nargs="*", metavar="VLLM_ARGUMENT",
-        help="arguments of `vllm serve`, after --",
+        help="vLLM's engine arguments, after --",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -288,7 +290,9 @@ def configuration_findings(
     mistakes: list[str] = []
     config: Any = None
     try:
-        engine = AsyncEngineArgs.from_cli_args(parser.parse_args([*given, *vllm_arguments]))
+        with contextlib.redirect_stderr(io.StringIO()) as usage:
+            parsed = parser.parse_args([*given, *vllm_arguments])
+        engine = AsyncEngineArgs.from_cli_args(parsed)
         with collected(mistakes):
             config = engine.create_engine_config()
         mistakes += _head_mistakes(engine)
@@ -296,6 +300,9 @@ def configuration_findings(
         own = getattr(config, "speculative_config", None)
         if isinstance(own, CascadeSpeculativeConfig) and own.hsd.branches > 1:
             mistakes += own.branch_mistakes(config)
+    except SystemExit as error:
+        reason = usage.getvalue().strip().rpartition("error: ")[2]
+        raise UserError(f"vLLM's engine refuses the arguments: {brief(reason)}.") from error
     except ValidationError as error:
         # vLLM names the methods that it has, and not what to do without one that it had.
         method = json_object(speculative_config or "{}", "--speculative-config").get("method")

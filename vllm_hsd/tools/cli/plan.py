@@ -353,12 +353,12 @@ def serve_command(profile: Profile, choice: Plan) -> str:
 
 
 def label(profile: Profile, selection: Selection) -> str:
-    """One line such as `small 3 > mid 8 > target`."""
+    """One line such as `small 3 < mid 8 < target`."""
     steps = [
         f"{profile.candidates[level].name} {length}"
         for level, length in zip(selection.levels, selection.draft_lengths, strict=True)
     ]
-    return " > ".join([*steps, profile.names[-1]])
+    return " < ".join([*steps, profile.names[-1]])
 
 
 def why_slower(profile: Profile, option: Prediction, best: Prediction) -> str:

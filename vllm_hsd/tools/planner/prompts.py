@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_hsd.errors import UserError, quoted
+from vllm_hsd.errors import UserError, brief, quoted
 from vllm_hsd.tools.planner.public_sets import PublicSet
 
 # Raw text, or a chat of one message.
@@ -78,8 +78,8 @@ def read_requests(path: str | Path) -> list[tuple[Prompt, dict[str, Any]]]:
 def _parsed(where: str, line: str) -> tuple[str, Any]:
     try:
         return where, json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error}).") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({brief(error)}).") from None
 
 
 def _request(where: str, entry: Any) -> tuple[Prompt, dict[str, Any]]:
