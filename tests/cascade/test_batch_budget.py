@@ -13,22 +13,29 @@ class Serving:
 
     Args:
         token_cost: what one more token adds to a step of one token.
-        drafting: seconds of a draft, and of each of its tokens.
+        drafting: seconds of a draft.
+        each: of each of its tokens; None for as many.
     """
 
-    def __init__(self, token_cost: float, drafting: float) -> None:
+    def __init__(self, token_cost: float, drafting: float, each: float | None = None) -> None:
         self.token_cost, self.drafting = token_cost, drafting
+        self.each = drafting if each is None else each
         self.rng = np.random.default_rng(0)
         self.before = 0
 
-    def tokens_per_second(self, choose, size: int, rate: float, steps: int, observe=None) -> float:
+    def tokens_per_second(self, choose, size: int, rate, steps: int, observe=None) -> float:
+        """`rate`: of all tokens, or of each by its place."""
         tokens = spent = 0.0
         for _ in range(steps):
             length = choose(size)
             verified, self.before = self.before, length
-            accepted = (self.rng.random((size, verified)) < rate).cumprod(axis=1).sum(1)
+            accepted = (
+                (self.rng.random((size, verified)) < np.resize(rate, verified))
+                .cumprod(axis=1)
+                .sum(1)
+            )
             kept = int(accepted.sum())
-            drafting = self.drafting * (1 + length) if length else 0.0
+            drafting = self.drafting + self.each * length if length else 0.0
             seconds = 1 + self.token_cost * (size * (1 + verified) - 1) + drafting
             tokens, spent = tokens + size + kept, spent + seconds
             if observe is not None and verified == length:
@@ -37,7 +44,7 @@ class Serving:
                 observe(length, accepted, seconds * noise)
         return tokens / spent
 
-    def learned(self, learned: BatchBudget, size: int, rate: float, steps: int) -> float:
+    def learned(self, learned: BatchBudget, size: int, rate, steps: int) -> float:
         return self.tokens_per_second(learned.choose, size, rate, steps, learned.observe)
 
 
@@ -63,6 +70,18 @@ def test_it_turns_with_the_load_within_fifty_steps():
         serving.learned(learned, size, 0.8, 50)
         rates = learned.rates(size)
         assert (max(rates) > rates[0]) == drafts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_without_drafts_are_timed_at_each_load(seed):
+    """Where a proposal is dear, the shortest draft may lose while longer ones seem to gain."""
+    serving, learned = Serving(0.008, drafting=0.5, each=0.02), BatchBudget(LENGTHS, LARGEST)
+    poor = [0.1, *[0.85] * 7]
+    serving.rng = np.random.default_rng(seed)
+    for size in (64, 1):
+        serving.learned(learned, size, 0.9, 300)
+    serving.learned(learned, 1, poor, 4000)
+    assert serving.learned(learned, 1, poor, 1000) > 0.97
 
 
 def test_what_loses_is_tried_ever_more_rarely():

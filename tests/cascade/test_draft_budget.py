@@ -191,6 +191,17 @@ def test_what_is_not_known_yet_costs_little_in_a_large_batch():
     assert serving.run(100) * compute_bound(64) / 64 > 0.97
 
 
+def test_trials_do_not_wait_for_searches():
+    """A lookup that is as sure of every token: searches do not say that texts repeat now."""
+    rates = np.where(np.arange(2) < 1, 0.02, 0.95)
+    serving = Serving(cpu, [Guess(rates, confidence=0.3)], 2)
+    serving.active = np.arange(1)
+    serving.run(9500)
+    serving.active = np.arange(1, 2)
+    serving.run(LONGEST_PAUSE + 200)
+    assert serving.run(100) * cpu(1) > 1.5
+
+
 def test_searches_are_found_to_pay_again_within_a_pause():
     rates, confidence = np.where(np.arange(24) < 12, [[0.02], [0.3]], [[0.95], [0.95]])
     serving = Serving(cpu, [Guess(rates, 1.0, confidence, 0.02 * cpu(12))], 24)
@@ -324,6 +335,18 @@ def test_a_stalled_pass_of_a_size_that_was_not_met_for_long_does_not_forbid_it()
     assert times.seconds(8) < 1.4 * 0.028
 
 
+@pytest.mark.parametrize("tokens", [9, 13, 30])
+def test_a_stalled_first_pass_of_a_size_does_not_forbid_it(tokens):
+    """A longer pass of a larger size is believed: rows may be dear."""
+    times = StepTimes()
+    for known in [1, 8, 20] * 20:
+        times.observe(known, 0.02 + 0.001 * known)
+    times.observe(tokens, 0.28)
+    assert times.seconds(tokens) < 1.1 * (0.02 + 0.001 * tokens)
+    times.observe(48, 0.1)
+    assert times.seconds(48) == pytest.approx(0.1, rel=0.01)
+
+
 def test_what_loses_is_tried_ever_more_rarely():
     serving = Serving(compute_bound, [model(compute_bound, 0.1, 2.0)], 2)
     serving.run(2500)
@@ -340,6 +363,17 @@ def test_trials_begin_at_once_and_their_pauses_double():
     trials.pays(0)
     assert not any(trials.due(0) for _ in range(FIRST_PAUSE)) and trials.due(0)
     assert [trials.takes_part(1, count).sum() for count in (0, 1, 8, 64)] == [0, 1, 1, 1]
+
+
+def test_a_trial_is_on_another_request_each_time_and_its_pause_passes_without_plans():
+    trials, tried = Trials(1), []
+    for _ in range(16):
+        while not trials.due(0):
+            for _ in range(8):
+                trials.wait(0)
+        tried.append(int(trials.takes_part(0, 4).argmax()))
+        assert all(trials.due(0) for _ in range(TRIAL_STEPS - 1))
+    assert tried == [0, 1, 2, 3] * 4
 
 
 def test_a_trial_waits_until_its_reading_is_a_small_share():

@@ -40,6 +40,8 @@ class Guess(LookupLevel):
     found: float = 1.0
     confidence: float | np.ndarray = 0.5
     seconds: float = SEARCH_SECONDS
+    # Of a draft that was asked for ahead: no other search finds it again.
+    searched: bool = False
 
     def start(self, texts: np.ndarray, clock: SimpleNamespace, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -50,7 +52,8 @@ class Guess(LookupLevel):
 
     def lookup(self, texts, requested) -> LookupResult:
         _, rows, _, ends = texts
-        self.clock.now += self.seconds
+        self.clock.now += self.seconds * (not self.searched)
+        self.searched = False
         width = int(requested.max(initial=0))
         token_ids = self.guesses[rows[:, None], ends[:, None] + np.arange(width)]
         counts = np.where(self.offers[rows, ends], requested, 0)
@@ -166,9 +169,11 @@ class Proposal:
         self.requested = torch.full((1, len(slots)), most)
 
     def draft_ahead(self, state: "Proposal", drafts: np.ndarray) -> LookupResult:
-        return self.cascade.lookup.lookup(
-            self.batch.texts(self.slots), self.requested[-1].numpy().astype(np.int64)
-        )
+        lookup, requested = self.cascade.lookup, self.requested[-1].numpy().astype(np.int64)
+        lookup.searched = False
+        found = lookup.lookup(self.batch.texts(self.slots), requested)
+        lookup.searched = True
+        return found
 
     def missed(self, level: int) -> np.ndarray:
         return np.zeros(len(self.slots))

@@ -49,8 +49,8 @@ class BatchBudget:
             best = max(range(len(rates)), key=lambda i: rates[i] or 0.0)
         self.trials.pays(first + best)
         for i, rate in enumerate(rates):
-            # Where the next longer draft loses, those after it lose more.
-            nearby = abs(i - best) == 1 or rate is None
+            # Where the next longer draft loses, those after it lose more; all are judged by none.
+            nearby = not i or abs(i - best) == 1 or rate is None
             if i != best and nearby and self.trials.due(first + i):
                 if i > best:
                     # What a trial finds is to outweigh what was known before.

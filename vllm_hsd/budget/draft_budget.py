@@ -281,7 +281,7 @@ class DraftBudget:
             fill = 1.0
         survival = np.where(np.arange(width) < most[:, None], survival, 0.0)
         best = 0.0, np.zeros(len(slots), dtype=np.int64), 0.0
-        for length in range(1, width + 1):
+        for length in range(1, int(survival.any(0).sum()) + 1):
             least, net = cut(survival[:, :length], verify, fill)
             gain = net - float(drafting[length])
             if gain > best[0]:
@@ -388,7 +388,10 @@ class DraftBudget:
 
     def searches_for(self, size: int) -> bool:
         """Whether lookups of level 0 search for so many requests; a step has passed."""
-        return self.target > 1 or self.searches.due(self.times[0].nearest(size))
+        due = self.target > 1 or self.searches.due(self.times[0].nearest(size))
+        if not due:
+            self.trials.wait(self.rows[0, self.target])
+        return due
 
     def searched(self, size: int, seconds: float, gained: float) -> None:
         """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""

@@ -13,6 +13,8 @@ from vllm_hsd.budget import constants
 
 # Tokens of the passes by which levels are timed before there are requests.
 TIMED_AT_START = 1, 1, 64
+# Of a size of which nothing sure is known.
+LEAST_WEIGHT = 1e-9
 
 
 class StepTimes:
@@ -71,15 +73,16 @@ class StepTimes:
         age = self.observed - self.last_seen[size]
         self.last_seen[size] = self.observed
         if not self.weight[size]:
+            weight = 1.0
             if self.known:
                 # By the slope of known ones.
                 curve = self._own_curve()
                 here = self._along(curve, tokens)
-                if apart and self.places[self.known[0]] < tokens < self.places[self.known[-1]]:
-                    # A first one may have stalled.
-                    log_seconds = min(log_seconds, here + constants.MOST_LOG_RESIDUAL)
+                if log_seconds > self._most(curve, tokens) + constants.MOST_LOG_RESIDUAL:
+                    # It stalled: the next one says.
+                    log_seconds, weight = here, LEAST_WEIGHT
                 log_seconds += self._along(curve, self.places[size]) - here
-            self.log_seconds[size], self.weight[size] = log_seconds, 1.0
+            self.log_seconds[size], self.weight[size] = log_seconds, weight
             known = (i for i, weight in enumerate(self.weight) if weight > 0)
             self.known = sorted(known, key=self.places.__getitem__)
             return
@@ -150,6 +153,17 @@ class StepTimes:
         low, high = curve[right - 1], curve[right]
         return low + math.log1p(share * math.expm1(high - low))
 
+    def _most(self, curve: list[float], tokens: float) -> float:
+        """Log seconds above which no pass is by itself: those of more tokens, and as many times
+        those of fewer as there are more tokens.
+        """
+        places = [self.places[size] for size in self.known]
+        right = bisect(places, tokens)
+        most = curve[right] if right < len(places) else math.inf
+        if right:
+            most = min(most, curve[right - 1] + math.log(tokens / places[right - 1]))
+        return most
+
     def _pooled(self) -> list[float]:
         """Log seconds of the known sizes, without falls by noise (isotonic regression)."""
         curve = self._own_curve()
@@ -164,7 +178,7 @@ class StepTimes:
             if settled and known_well and before - value > constants.NOTICEABLE:
                 first = len(pools)
             before, known_well = value, settled
-            pools.append((value, max(weight, 1e-9), 1))
+            pools.append((value, max(weight, LEAST_WEIGHT), 1))
             while len(pools) > first + 1 and pools[-2][0] > pools[-1][0]:
                 above, below = pools.pop(), pools.pop()
                 total = above[1] + below[1]

@@ -17,12 +17,14 @@ class Trials:
     Attributes:
         idle: [options] int64 steps since the option paid, or since its last trial.
         pause: [options] int64 such steps before the next trial.
+        ended: [options] int64 trials so far.
     """
 
     def __init__(self, options: int, steps: int = constants.TRIAL_STEPS) -> None:
         self.steps = steps
         self.idle = np.zeros(options, dtype=np.int64)
         self.pause = np.zeros(options, dtype=np.int64)
+        self.ended = np.zeros(options, dtype=np.int64)
 
     def pays(self, option: int) -> None:
         """Note that the option is used in this step for what it is expected to gain."""
@@ -39,8 +41,13 @@ class Trials:
         idle = self.idle[option] - pause
         if idle >= self.steps:
             self.idle[option], longer = 0, 2 * self.pause[option]
+            self.ended[option] += 1
             self.pause[option] = np.clip(longer, constants.FIRST_PAUSE, constants.LONGEST_PAUSE)
         return bool(idle > 0)
+
+    def wait(self, option: int) -> None:
+        """A step without a plan has passed: it counts for the pause, not for a trial."""
+        self.idle[option] += self.idle[option] < self.pause[option]
 
     def takes_part(self, option: int, count: int) -> np.ndarray:
         """[count] bool, the one of so many requests that an option that is due is tried on.
@@ -48,8 +55,7 @@ class Trials:
         One tells enough, and costs little also where a batch makes every token dear.
         """
         # The same one in all steps of a trial, another in the next.
-        trial = self.pause[option] // constants.FIRST_PAUSE
-        taken: np.ndarray = np.arange(count) == trial % max(count, 1)
+        taken: np.ndarray = np.arange(count) == self.ended[option] % max(count, 1)
         return taken
 
 

@@ -117,11 +117,12 @@ class HostBudget:
                 return StepLevels()
             began = clock.seconds()
             offer = program.draft_ahead(state, drafts)
-            self.searching = clock.seconds() - began
         late = self._late(program, len(slots))
         plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, left[drafts]))
         selected, self.further = plan.selection, plan.further
         if offer is not None:
+            # With the plan: nothing is planned where nothing is searched for.
+            self.searching = clock.seconds() - began
             self.budget.searched(len(slots), self.searching, plan.gained)
         if selected.levels and program.thresholds is not None:
             # Entropies of a draft are those of all levels.

@@ -59,7 +59,7 @@ def _with_one_kind(raw: object, known: list[str]) -> object:
 def _kind(level: Any) -> str:
     if isinstance(level, LevelConfig):
         return level.kind
-    return next(key for key in level if key in KINDS)
+    return str(next(iter(level)))
 
 
 def level_name(raw: Mapping[str, Any]) -> str:

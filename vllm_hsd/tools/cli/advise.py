@@ -63,7 +63,8 @@ def advice(situation: Situation) -> Advice:
         return Advice(
             SUFFIX,
             "Lookups in the request's own text cost next to nothing, and draft lengths follow "
-            "acceptance and load, down to no draft. Code, edits and summaries gain most, chats least.",
+            "acceptance and load, down to no draft. Code, edits and summaries gain most, chats "
+            "least.",
             [NGRAM],
         )
     if situation.recurrent:
