@@ -90,6 +90,8 @@ def commit_verify_kernel(
             add_count(counts_ptr, LEVEL, INVALID, invalid + accepted + 1 - emitted)
             room = tl.load(requested_ptr + own) - drafted - 1
             drafts = start_ptr, drafted_ptr, requested_ptr, level_stride
+            # All warps have read `below`, which one of them clears.
+            tl.debug_barrier()
             request_below(drafts, lengths_ptr, request, end, room, LEVEL)
 
 

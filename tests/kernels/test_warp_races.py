@@ -40,6 +40,17 @@ def counter_kernel(out_ptr):
     tl.store(out_ptr, count + 1)
 
 
+@triton.jit
+def atomic_kernel(out_ptr, USED: tl.constexpr):
+    count = tl.load(out_ptr)
+    if USED:
+        before = tl.atomic_add(out_ptr + 1, 1)
+        count += before
+    else:
+        tl.atomic_add(out_ptr + 1, 1)
+    tl.store(out_ptr, count + 1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "arguments", "warps", "races"),
     [
@@ -51,6 +62,9 @@ def counter_kernel(out_ptr):
         (own_kernel, (16,), 4, True),
         (counter_kernel, (), 4, True),
         (counter_kernel, (), 1, False),
+        # All threads wait for an atomic's result, if it is used.
+        (atomic_kernel, (False,), 4, True),
+        (atomic_kernel, (True,), 4, False),
     ],
 )
 def test_warps_race_where_no_barrier_is_between(kernel, arguments, warps, races):

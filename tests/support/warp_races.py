@@ -6,6 +6,7 @@ load a scalar and one stores it; lanes of a tensor have threads of their own whe
 Writes of equal values do not race, nor do those that change nothing.
 """
 
+import linecache
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -43,14 +44,14 @@ class Launch:
     def add(self, program, pointers, mask, values=None, changed=True, *, atomic=False) -> None:
         """Take in the lanes of an operation, but for masked ones and stores that change nothing."""
         kept = np.broadcast_to(mask, pointers.shape) & np.broadcast_to(changed, pointers.shape)
-        epoch, place = self.barriers[program], _place()
+        epoch, (place, statement) = self.barriers[program], _place()
         given = None if values is None else np.broadcast_to(values, pointers.shape).ravel()
         for lane in np.flatnonzero(kept).tolist():
             value = None if given is None else given[lane].item()
             access = Access(place, lane, pointers.size, value, atomic)
             self.at[program, epoch, int(pointers.ravel()[lane])].append(access)
-        if atomic and pointers.size == 1:
-            # All threads wait for its result.
+        if atomic and pointers.size == 1 and not statement.startswith("tl.atomic"):
+            # All threads wait for a result that is used.
             self.barriers[program] += 1
 
     def races(self) -> set[str]:
@@ -118,9 +119,10 @@ def recorded_races() -> Iterator[set[str]]:
         yield found
 
 
-def _place() -> str:
-    """File and line of the innermost frame of a kernel."""
+def _place() -> tuple[str, str]:
+    """File and line of the innermost frame of a kernel, and the text of that line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and "kernels" not in Path(frame.f_code.co_filename).parts[:-1]:
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}", linecache.getline(file, line).strip()
