@@ -8,9 +8,9 @@ decodes one token by itself. A forward runs over the draft and over the uncached
 and the position; given that, the expectation is exact for one request: a Markov chain over the
 uncached tokens of every level.
 
-The requests of a batch share every forward, and a level's loop lasts until the slowest one has its
-tokens. Requests are independent, so the number of those that take part in a level's n-th round is
-binomial; only the tokens of a forward are taken to be the mean of those that take part.
+The requests of a batch share every forward: it runs over all of them, as often as the slowest one
+needs and over as many tokens of each as of any, but the target's, which packs them. Requests are
+independent, so none of B has more than t tokens in a round with probability P(at most t)^B.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaln, xlog1py, xlogy
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner.latencies import Latencies, Role
@@ -152,9 +151,8 @@ class _Chain:
     """Expected calls of one cascade at one batch size; `draft` remembers its states.
 
     What a draft of a level costs one request is an array [rounds, width]: in each of the level's
-    rounds, first its own (milliseconds at every batch size of `sizes`, calls) and then, flat, the
-    array of the level below. Rounds are told apart for batches alone; for one request they are
-    added up.
+    rounds, first its own (calls over 1, 2, ... tokens) and then, flat, the array of the level below.
+    Rounds are told apart for batches alone; for one request they are added up.
     """
 
     def __init__(self, selection: Selection, measured: Measured, batch: int):
@@ -170,18 +168,15 @@ class _Chain:
         self.looks_up = levels[0] in measured.acceptance.lookups
         self.reread = levels[0] in measured.reread
         self.cacheless = {i for i, level in enumerate(levels) if level in measured.cacheless}
-        # Between them times are linear in the number of requests.
-        self.sizes = sorted({1, batch, *(b for b in latencies.batch_sizes() if b < batch)})
         # At most a level's whole draft is uncached when it next drafts.
-        longest = 2 * sum(selection.draft_lengths) + 2
+        self.own = 2 * sum(selection.draft_lengths) + 2
         called: list[tuple[int, Role]] = [(m, measured.role(i, m)) for i, m in enumerate(levels)]
-        # [longest (tokens - 1), sizes + 1] of every level, the target last
-        self.call = []
-        for model, role in [*called, (-1, "target")]:
-            times = [latencies.calls(model, role, size, longest) for size in self.sizes]
-            self.call.append(np.stack([*times, np.ones(longest)], axis=-1))
+        # [own (tokens - 1)] milliseconds of every level, the target last
+        self.ms = [
+            latencies.calls(model, role, batch, self.own)
+            for model, role in [*called, (-1, "target")]
+        ]
         self.rounds = selection.draft_lengths if batch > 1 else (1,) * self.depth
-        self.own = len(self.sizes) + 1
         self.width = [self.own]
         for rounds in self.rounds:
             self.width.append(self.own + rounds * self.width[-1])
@@ -198,7 +193,7 @@ class _Chain:
             return cost, self._draft_verified(cost, level, requested, uncached)
         for call in range(1 if self.looks_up else requested):
             tokens = 1 if call else uncached[0]
-            cost[min(call, len(cost) - 1)] += self.call[0][tokens - 1]
+            cost[min(call, len(cost) - 1), tokens - 1] += 1
         return cost, {(1,): 1.0}
 
     def _draft_verified(
@@ -236,7 +231,7 @@ class _Chain:
         for low, p in drafts.items():
             for offered, accepted in self.outcomes[level - 1][drafted][asked]:
                 share = chance * p * sum(accepted)
-                spent[: self.own] += share * self.call[level][state[level] + offered - 1]
+                spent[state[level] + offered - 1] += share
                 for kept, q in enumerate(accepted):
                     if q:
                         yield kept, (*self._catch_up(low, offered, kept), 1), chance * p * q
@@ -267,25 +262,19 @@ class _Chain:
     def of_batch(self, cost: Floats) -> Floats:
         """[2, K + 1] milliseconds and calls of each level, the target last, from a step's cost."""
         found = []
-        for width in reversed(self.width):
-            cost = cost.reshape(-1, width)
-            found.append(self._shared(cost[:, : self.own]))
+        for level in reversed(range(self.depth + 1)):
+            cost = cost.reshape(-1, self.width[level])
+            found.append(self._shared(level, cost[:, : self.own]))
             cost = cost[:, self.own :]
         return np.array(found[::-1]).T
 
-    def _shared(self, rounds: Floats) -> tuple[float, float]:
+    def _shared(self, level: int, rounds: Floats) -> tuple[float, float]:
         """Milliseconds and calls of a level whose rounds [rounds, own] the requests share."""
-        ms, active = rounds[:, :-1], rounds[:, -1]
-        if self.batch == 1:
-            return float(ms.sum()), float(active.sum())
-        ms, active = ms[active > 0], np.minimum(active[active > 0], 1.0)[:, None]
-        count = np.arange(1, self.batch + 1)
-        ways = gammaln(self.batch + 1) - gammaln(count + 1) - gammaln(self.batch - count + 1)
-        # P(so many requests take part) [rounds, batch]
-        chance = np.exp(ways + xlogy(count, active) + xlog1py(self.batch - count, -active))
-        # Each number of requests as a mean of the sizes around it [batch, sizes].
-        between = np.stack([np.interp(count, self.sizes, row) for row in np.eye(len(self.sizes))])
-        return float((chance @ between.T * ms / active).sum()), float(chance.sum())
+        if self.batch > 1 and level < self.depth:
+            idle = np.maximum(1 - rounds.sum(1, keepdims=True), 0.0)
+            fewer = np.minimum(idle + np.cumsum(rounds, axis=1), 1.0) ** self.batch
+            rounds = np.diff(fewer, prepend=idle**self.batch)
+        return float((rounds @ self.ms[level]).sum()), float(rounds.sum())
 
 
 def predict(
