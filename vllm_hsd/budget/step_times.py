@@ -154,9 +154,7 @@ class StepTimes:
         return low + math.log1p(share * math.expm1(high - low))
 
     def _most(self, curve: list[float], tokens: float) -> float:
-        """Log seconds above which no pass is by itself: those of more tokens, and as many times
-        those of fewer as there are more tokens.
-        """
+        """Log seconds of a pass at most: as a larger one, or as smaller ones one after another."""
         places = [self.places[size] for size in self.known]
         right = bisect(places, tokens)
         most = curve[right] if right < len(places) else math.inf

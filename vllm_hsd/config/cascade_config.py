@@ -239,8 +239,7 @@ def read_speculative_config(raw: object) -> dict[str, Any]:
     """The mapping given as `speculative_config` (None for nothing), with underscores in its keys.
 
     Raises:
-        UserError: not a mapping, a key that is no printable text, or one given both with a dash
-            and without.
+        UserError: not a mapping, a key that is no printable text, or one given both ways.
     """
     if raw is None:
         return {}

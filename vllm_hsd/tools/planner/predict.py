@@ -150,9 +150,9 @@ def check_draft_lengths(selection: Selection, acceptance: Acceptance) -> None:
 class _Chain:
     """Expected calls of one cascade at one batch size; `draft` remembers its states.
 
-    What a draft of a level costs one request is an array [rounds, width]: in each of the level's
-    rounds, first its own (calls over 1, 2, ... tokens) and then, flat, the array of the level below.
-    Rounds are told apart for batches alone; for one request they are added up.
+    What a draft of a level costs one request is an array [rounds, width]: in each of its rounds,
+    first its own (calls over 1, 2, ... tokens) and then, flat, the array of the level below. Rounds
+    are told apart for batches alone; for one request they are added up.
     """
 
     def __init__(self, selection: Selection, measured: Measured, batch: int):
