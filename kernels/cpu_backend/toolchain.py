@@ -17,8 +17,9 @@ from triton.runtime.cache import get_cache_manager
 HERE = Path(__file__).parent
 # No -ffast-math: kernels meet NaN and infinities on purpose, and sums have an order.
 _COMMON = (
-    "-march=native -std=gnu11 -shared -fPIC -w -fwrapv -fno-strict-aliasing -fno-math-errno "
-    "-fno-trapping-math -ffp-contract=off -fopenmp-simd -fno-semantic-interposition"
+    "-march=native -std=gnu11 -shared -fPIC -fwrapv -fno-strict-aliasing -fno-math-errno "
+    "-fno-trapping-math -ffp-contract=off -fopenmp-simd -fno-semantic-interposition "
+    "-Werror=implicit-function-declaration"
 )
 _FAST = "-O2 -ftree-vectorize -fvect-cost-model=dynamic"
 # What is not written is found, and compiling takes half as long.
@@ -30,19 +31,28 @@ HEADERS = Path(sysconfig.get_paths()["include"])
 def missing() -> str | None:
     """What is to be installed before kernels can be compiled; None for nothing."""
     install = "install {} (Debian, Ubuntu: apt install {}; Fedora: dnf install {})".format
-    if compiler() is None:
+    if (found := compiler()) is None:
         return f"no C compiler is installed: {install('gcc', 'gcc', 'gcc')}"
+    if not _has_float16(*found):
+        return f"{found[0]} has no _Float16: {install('gcc 12', 'gcc-12', 'gcc')} and set CC"
     if not (HEADERS / "Python.h").exists():
         headers = "Python's headers", "python3-dev", "python3-devel"
         return f"no Python.h is installed: {install(*headers)}"
     return None
 
 
-def compiler() -> str | None:
-    """Path of the C compiler: `CC`, gcc, cc or clang."""
-    given = os.environ.get("CC")
-    names = [shlex.split(given)[0]] if given else ["gcc", "cc", "clang"]
-    return next(filter(None, map(shutil.which, names)), None)
+def compiler() -> list[str] | None:
+    """Command of the C compiler: `CC`, gcc, cc or clang."""
+    given = shlex.split(os.environ.get("CC", ""))
+    named = [given] if given else [["gcc"], ["cc"], ["clang"]]
+    return next(([path, *rest] for name, *rest in named if (path := shutil.which(name))), None)
+
+
+@functools.cache
+def _has_float16(*command: str) -> bool:
+    """gcc does on x86 from release 12 on."""
+    asked = [*command, "-x", "c", "-fsyntax-only", "-"]
+    return not subprocess.run(asked, input=b"_Float16 half;", capture_output=True).returncode
 
 
 def flags(bounds: bool = False) -> str:
@@ -53,10 +63,9 @@ def flags(bounds: bool = False) -> str:
 @functools.cache
 def toolchain() -> str:
     """A hash of what objects depend on besides source and options: compiler, CPU, headers."""
-    found = _compiler_or_raise()
-    native = [found, "-march=native", "-Q", "--help=target"]
-    told = [subprocess.run(c, capture_output=True, text=True) for c in ([found, "-v"], native)]
-    return _hash("".join(each.stdout + each.stderr for each in told), *_files(".h"))
+    asked = [*_compiler_or_raise(), *["-march=native", "-v", "-dM", "-E", "-x", "c", "/dev/null"]]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True)
+    return _hash(told.stdout, told.stderr, *_files(".h"))
 
 
 @functools.cache
@@ -86,17 +95,17 @@ def build(source: str, name: str, options: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         c, so = Path(folder, "source.c"), Path(folder, "object.so")
         c.write_text(source)
-        command = [_compiler_or_raise(), *shlex.split(options), f"-I{HERE}", str(c), "-o", str(so)]
-        command.append("-lm")
+        command = [*_compiler_or_raise(), *shlex.split(options), f"-I{HERE}", str(c)]
+        command += ["-o", str(so), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            kept = Path(tempfile.gettempdir(), f"{name[:60]}.c")
+            kept = Path(tempfile.mkdtemp(), f"{name[:60]}.c")
             kept.write_text(source)
             raise RuntimeError(f"{' '.join(command)} failed on {kept}: {done.stderr[:3000]}")
         return cache.put(so.read_bytes(), file, binary=True)
 
 
-def _compiler_or_raise() -> str:
+def _compiler_or_raise() -> list[str]:
     if missed := missing():
         raise RuntimeError(f"Triton kernels are compiled for this CPU, and {missed}.")
-    return str(compiler())
+    return compiler() or []

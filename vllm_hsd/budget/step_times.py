@@ -13,7 +13,6 @@ from vllm_hsd.budget import constants
 
 # Tokens of the passes by which levels are timed before there are requests.
 TIMED_AT_START = 1, 1, 64
-# Of a size of which nothing sure is known.
 LEAST_WEIGHT = 1e-9
 
 

@@ -54,7 +54,11 @@ def read_keys(
             "drafter into `sources`."
         )
     if NUM_TOKENS in given:
-        _check_num_tokens(given[NUM_TOKENS])
+        value = given[NUM_TOKENS]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise UserError(
+                f"{NUM_TOKENS} is {quoted(value)}: give the most tokens of a draft, 0 for none."
+            )
     if PREDICTION in given:
         if PREDICTION not in known:
             raise UserError(
@@ -63,13 +67,6 @@ def read_keys(
             )
         given[PREDICTION] = _token_ids(given[PREDICTION], model_config, tokenizer)
     return given
-
-
-def _check_num_tokens(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise UserError(
-            f"{NUM_TOKENS} is {quoted(value)}: give the most tokens of a draft, 0 for none."
-        )
 
 
 def _token_ids(value: object, model_config: Any, tokenizer: Any) -> list[int]:

@@ -136,6 +136,29 @@ def test_without_a_compiler_it_says_what_to_install(tmp_path):
     assert found.startswith("RuntimeError: ") and "install gcc" in found
 
 
+def test_a_compiler_without_half_floats_is_named(tmp_path):
+    """gcc before release 12."""
+    old = tmp_path / "old-gcc"
+    old.write_text('#!/bin/sh\nexec gcc -D_Float16=unknown_type "$@"\n')
+    old.chmod(0o755)
+    code = "print(tried(last_kernel, zeros(1)))"
+    (found,) = run(tmp_path, code, CC=str(old), TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert found.startswith("RuntimeError: ") and "install gcc-12" in found
+
+
+def test_a_compiler_may_be_several_words(tmp_path):
+    """Such as `ccache gcc`; the option would be lost, and the kernel's object a program."""
+    code = "print(tried(last_kernel, zeros(1)))"
+    cache = str(tmp_path / "cache")
+    assert run(tmp_path, code, CC="env gcc", TRITON_CACHE_DIR=cache) == ["nothing"]
+
+
+def test_a_function_that_c_does_not_know_is_found_when_compiling(tmp_path):
+    code = "print(tried(scalar_kernel, zeros(1).bfloat16(), zeros(1).bfloat16(), 1))"
+    found = "\n".join(run(tmp_path, code))
+    assert found.startswith("RuntimeError: ") and "implicit declaration" in found
+
+
 def test_without_the_headers_of_python_it_says_what_to_install(tmp_path):
     code = "toolchain.HEADERS = Path('none'); print(tried(last_kernel, zeros(1)))"
     start = "from pathlib import Path; from vllm_hsd.kernels.cpu_backend import toolchain; "

@@ -199,7 +199,9 @@ def triton_finding() -> Finding:
     serving = backends["cpu"].driver
     if serving is not driver.CPUDriver:
         return Finding("ok", f"Triton backend for CPUs: {serving.__module__}, not ours")
-    text = f"Triton backend for CPUs: ours, which compiles with {toolchain.compiler()}"
+    text = (
+        f"Triton backend for CPUs: ours, which compiles with {' '.join(toolchain.compiler() or [])}"
+    )
     return Finding("ok", text)
 
 
