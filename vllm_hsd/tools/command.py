@@ -8,6 +8,9 @@ import sys
 def main() -> int:
     """As `cli.main.main`; a sentence on stderr and 2 where a library is missing."""
     try:
+        # Its parts are imported late.
+        import scipy  # noqa: F401
+
         from vllm_hsd.tools.cli.main import main as run
     except ModuleNotFoundError as error:
         print(
