@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SIZES = {
-    "lines of vllm_hsd without tools": 14682,
+    "lines of vllm_hsd without tools": 14686,
     "lines of kernels": 9318,
     "lines of tools": 14609,
     "lines of tests": 30309,

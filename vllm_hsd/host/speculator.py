@@ -237,13 +237,17 @@ class CascadeSpeculator(BaseSpeculator):
             self._ingest(*computed)
         if self.confidence is not None:
             self.confidence.begin(index.long(), self.parameters.temperature * self.scales[-1])
-        if size is None:
-            program.run(state)
-        else:
-            self._replay(size, proposal)
+        self._run(state, proposal, size)
         if self.confidence is not None:
             self.confidence.publish(self.draft_token_confidence_probs, index.long(), self.drawn)
         return self._hand_over(state, slots)
+
+    def _run(self, state: ProposalState, proposal: Proposal, size: int | None) -> None:
+        """Draft, in a CUDA graph where there is one of this size."""
+        if size is None:
+            self.programs[proposal].run(state)
+        else:
+            self._replay(size, proposal)
 
 
 def _warms_up(input_batch: Any) -> bool:
