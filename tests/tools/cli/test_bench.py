@@ -46,7 +46,7 @@ def three_rounds(tmp_path, configs=(None, NGRAM, CASCADE), **changes):
 
 
 def test_dashes_are_read_in_what_this_package_serves(tmp_path):
-    """`verify` asks the keys what it can promise; vLLM refuses them in methods of its own."""
+    """`verify` compares by them; vLLM refuses dashes in methods of its own."""
     ours = {"method": "draft_model", "rejection-sample-method": "hierarchical"}
     configs = [json.dumps(config) for config in (ours, {"method": "ngram", "prompt-lookup-max": 3})]
     arguments = SimpleNamespace(
