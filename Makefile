@@ -15,7 +15,7 @@ venv: .venv/.installed
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 # PyPI has no torch for CPUs alone; whoever configured other sources of packages has one.
-	if [ $(EXTRA) = cpu ] && ! $(BIN)/pip config list | grep -qE 'extra-index-url|find-links'; then \
+	if [ $(EXTRA) = cpu ] && ! $(BIN)/pip config list | grep -E 'extra-index-url|find-links' > /dev/null; then \
 		export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; \
 	fi; \
 	$(BIN)/pip install --quiet --no-compile --editable '.[$(EXTRA),demo,test]'

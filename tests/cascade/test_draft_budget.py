@@ -339,13 +339,26 @@ def test_a_model_reads_a_text_for_what_lookups_have_left_to_gain(late, left, rea
     assert found == [reads and step % 4 == 3 for step in range(24)]
 
 
+@pytest.mark.parametrize(("running", "drafts"), [(1, True), (16, False)])
+def test_a_models_pass_is_over_all_requests_that_run(running, drafts):
+    """One of them may draft."""
+    budget = DraftBudget(drafting_levels([LENGTH], looks_up=False), 16)
+    one = np.ones(1, dtype=np.int64)
+    for tokens in range(1, 40):
+        budget.times[0].observe(tokens, 0.001 * tokens)
+        budget.times[1].observe(tokens, 0.1)
+    budget.trials.pause[:] = LONGEST_PAUSE
+    plan = budget.plan(0 * one, LENGTH * one, running)
+    assert bool(plan.selection.levels) == drafts
+
+
 def test_a_level_that_verifies_nothing_takes_nothing_from_below():
     """Drafts of a free lookup that are always accepted, below a head and below a model."""
     for verifies in (False, True):
         levels = DraftingLevel(8, 4, looks_up=True), DraftingLevel(8, 8, verifies=verifies)
         budget = DraftBudget(levels, 1)
         budget.times[1].observe(1, 0.01)
-        feeders, _ = budget._cheapest_paths(np.zeros(1, dtype=np.int64), None, np.zeros((2, 1)))
+        feeders, _ = budget._cheapest_paths(np.zeros(1, dtype=np.int64), 1, None, np.zeros((2, 1)))
         assert (feeders[1] is not None) == verifies
         assert budget.everything.levels == ((0, 1) if verifies else (1,))
 

@@ -107,21 +107,19 @@ class DraftBudget:
             # Nothing is known yet: one request tells, with all that there is.
             one = np.where(np.arange(size) == 0, most, 0)
             return Plan(FORBIDDEN * np.arange(2), replace(self.everything, most=one))
-        verify, rate = target.prices(size, running), target.rate(running)
         late = np.zeros((self.target, size)) if late is None else late
         left = self.reading.left(slots, np.ones(size) if left is None else left)
-        return self._select(slots, most, verify, rate, offer, late, left, target.gain(running))
+        return self._select(slots, most, running, target.prices(size, running), offer, late, left)
 
     def _select(
         self,
         slots: np.ndarray,
         most: np.ndarray,
+        running: int,
         verify: np.ndarray,
-        rate: float,
         offer: LookupResult | None,
         late: np.ndarray,
         left: np.ndarray,
-        tokens: float,
     ) -> Plan:
         """The levels of the next step, and the draft length of every request.
 
@@ -135,8 +133,9 @@ class DraftBudget:
         if verify[1] >= FORBIDDEN:
             return Plan(verify)
         size, target = len(slots), self.target
+        rate, tokens = self.goodput[-1].rate(running), self.goodput[-1].gain(running)
         token = further_tokens(verify[::size] / size)
-        feeders, seconds = self._cheapest_paths(slots, offer, late / left)
+        feeders, seconds = self._cheapest_paths(slots, running, offer, late / left)
 
         def gain(top: int, most: np.ndarray) -> tuple[float, np.ndarray, float]:
             offered = offer if top == 0 else None
@@ -171,10 +170,10 @@ class DraftBudget:
         if self.levels[best].ends:
             # It ends by its rows, see `goes_on`.
             lengths = np.where(lengths > 0, most, 0)
-        spent, emitted = self._seconds(best, size), 1.0
+        spent, emitted = self._seconds(best, running), 1.0
         if feeder is not None:
             spent = seconds[feeder.level][feeder.tokens]
-            spent += self._seconds(best, size * (feeder.tokens + 1))
+            spent += self._seconds(best, running * (feeder.tokens + 1))
             emitted = feeder.emitted
         further = Round(rate * float(spent), token, emitted)
         return Plan(verify, self._path(best, feeders, lengths), further, searched)
@@ -218,28 +217,28 @@ class DraftBudget:
         return worth
 
     def _cheapest_paths(
-        self, slots: np.ndarray, offer: LookupResult | None, late: np.ndarray
+        self, slots: np.ndarray, running: int, offer: LookupResult | None, late: np.ndarray
     ) -> tuple[list[Feeder | None], list[np.ndarray]]:
         """By level: its feeder, and seconds [longest + 1] of n tokens.
 
         What a lookup offers now is the first round; later ones are what they are in the mean.
 
         Args:
+            running: requests of the step, over all of which levels pass.
             late: [levels, n] a step's share of the seconds in which it reads what it has missed.
         """
         # What the levels below have to read; what a level has missed itself, `Reading` weighs.
-        size, fed = len(slots), [0.0] * self.target
-        tokens = np.arange(self.longest + 1)
+        fed, tokens = [0.0] * self.target, np.arange(self.longest + 1)
         feeders: list[Feeder | None] = []
         seconds: list[np.ndarray] = []
         for level, own in enumerate(self.levels):
-            alone = self._seconds(level, size)
+            alone = self._seconds(level, len(slots) if own.looks_up else running)
             best, feeder = alone * (tokens > 0 if own.looks_up else tokens), None
             for below in range(level if own.verifies else 0):
                 row, n = self.rows[below, level], np.arange(1, self.levels[below].passed_on + 1)
                 survival = np.cumprod(self.acceptance.expected(row, len(n)))
                 emitted = 1 + self.acceptance.fill(row) * np.cumsum(survival)
-                rounds = seconds[below][n] + self._seconds(level, size * (n + 1))
+                rounds = seconds[below][n] + self._seconds(level, running * (n + 1))
                 first = emitted
                 if offer is not None and below == 0:
                     sure = self._survival(row, offer, len(n)).mean(0)
