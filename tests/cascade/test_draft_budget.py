@@ -1,5 +1,7 @@
 """The one rule on simulated serving, and its parts; time is counted, not measured."""
 
+import itertools
+
 import numpy as np
 import pytest
 from support.drafting_levels import drafting_levels
@@ -366,12 +368,30 @@ def test_a_level_that_verifies_nothing_takes_nothing_from_below():
 def test_tokens_are_kept_while_their_survival_pays():
     survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.0]])
     price = 0.3 * np.arange(7)
-    least, net = cut(survival, price)
-    assert least == 0.5 and net == pytest.approx(0.9 + 0.8 + 0.5 - 0.9)
-    assert cut(survival, 2 * np.arange(7.0)) == (np.inf, 0.0)
+    free = np.zeros(4)
+    kept, net = cut(survival, price, free)
+    assert kept.sum(1).tolist() == [2, 1] and net == pytest.approx(0.9 + 0.8 + 0.5 - 0.9)
+    kept, net = cut(survival, 2 * np.arange(7.0), free)
+    assert not kept.any() and net == 0
     # The first two tokens of the pass are free.
-    steps = np.maximum(np.arange(7.0) - 2, 0)
-    assert cut(survival, steps) == (0.8, pytest.approx(1.7))
+    kept, net = cut(survival, np.maximum(np.arange(7.0) - 2, 0), free)
+    assert kept.sum(1).tolist() == [2, 0] and net == pytest.approx(1.7)
+
+
+@pytest.mark.parametrize("fill", [0.4, 1.0])
+def test_no_other_lengths_of_drafts_gain_more(fill):
+    """All of them are tried, at random prices and survivals."""
+    rng, lengths = np.random.default_rng(0), np.array(list(itertools.product(range(4), repeat=3)))
+    for _ in range(200):
+        survival = np.cumprod(rng.random((3, 3)), axis=1) * (np.arange(3) < rng.integers(4))
+        verify, drafting = (np.cumsum(rng.random(n)) * 0.3 for n in (10, 4))
+        verify[0] = drafting[0] = 0
+        held = np.arange(3) < lengths[..., None]
+        more = (fill * (held & (survival > 0)).sum((1, 2))).astype(int)
+        gains = fill * (held * survival).sum((1, 2)) - verify[more] - drafting[lengths.max(1)]
+        kept, net = cut(survival, verify, drafting, fill)
+        assert net == pytest.approx(max(gains.max(), 0))
+        assert (kept.sum(1) == lengths[gains.argmax()]).all() or net == 0
 
 
 class Kinds(Guess):

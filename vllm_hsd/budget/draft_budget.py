@@ -279,14 +279,8 @@ class DraftBudget:
             survival = self._survival(row, offer, width, self.acceptance.scale(row, slots))
             fill = 1.0
         survival = np.where(np.arange(width) < most[:, None], survival, 0.0)
-        best = 0.0, np.zeros(len(slots), dtype=np.int64), 0.0
-        for length in range(1, int(survival.any(0).sum()) + 1):
-            least, net = cut(survival[:, :length], verify, fill)
-            gain = net - float(drafting[length])
-            if gain > best[0]:
-                kept = survival[:, :length] >= least
-                best = gain, kept.sum(1), fill * float(survival[:, :length][kept].sum())
-        return best
+        kept, net = cut(survival, verify, drafting, fill)
+        return net, kept.sum(1), fill * float(survival[kept].sum())
 
     def survival(self, slots: np.ndarray, offer: LookupResult) -> np.ndarray:
         """[n, N] of the tokens of a lookup's offers for the target, 0 where there are none."""

@@ -64,23 +64,30 @@ def further_tokens(verify: np.ndarray) -> np.ndarray:
     return found
 
 
-def cut(survival: np.ndarray, verify: np.ndarray, fill: float = 1.0) -> tuple[float, float]:
-    """The least survival that pays for a token, and what all such tokens gain above their price.
+def cut(
+    survival: np.ndarray, verify: np.ndarray, drafting: np.ndarray, fill: float = 1.0
+) -> tuple[np.ndarray, float]:
+    """Which tokens pay for their price, and what they gain above it.
 
     Survival never rises along a draft, so what is kept of it is a draft; the same holds for trees.
 
     Args:
-        survival: of all tokens of all requests, any shape; 0 for none.
+        survival: [n, N] of tokens by places; 0 for none.
         verify: see `Plan`.
+        drafting: [N + 1] by places that are used, what it costs to draft.
         fill: share of the drafts that will hold any token.
 
     Returns:
-        (infinity where no token pays, what is gained).
+        (bool [n, N], what is gained); of nothing that pays, none and 0.
     """
-    gains = -np.sort(-survival[survival > 0])
-    if not len(gains):
-        return np.inf, 0.0
-    more = (fill * np.arange(1, len(gains) + 1)).astype(np.int64)
-    net = fill * np.cumsum(gains) - verify[np.minimum(more, len(verify) - 1)]
-    best = int(net.argmax())
-    return (float(gains[best]), float(net[best])) if net[best] > 0 else (np.inf, 0.0)
+    places = np.arange(survival.shape[1])
+    used = places[: int(survival.any(0).sum())]
+    # From the surest token on, by the last place that is used.
+    order = np.argsort(-survival, axis=None, kind="stable")[: np.count_nonzero(survival)]
+    sure, held = survival.ravel()[order], order % len(places) <= used[:, None]
+    more = np.minimum((fill * held.cumsum(1)).astype(np.int64), len(verify) - 1)
+    net = fill * (sure * held).cumsum(1) - verify[more] - drafting[used + 1, None]
+    if not net.size or net.max() <= 0:
+        return np.zeros(survival.shape, dtype=bool), 0.0
+    last, least = np.unravel_index(net.argmax(), net.shape)
+    return (survival >= sure[least]) & (places <= last), float(net[last, least])

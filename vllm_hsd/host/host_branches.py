@@ -104,8 +104,8 @@ class HostBranches(HostedBranches):
         counts = self._kept(state.slot.numpy()).numpy()
         survival = self._survival(state)[drafts]
         every = np.concatenate((chains[:, None], survival), axis=1)
-        least, _ = cut(every, verify)
-        kept: np.ndarray = (survival >= least).sum(2)
+        worth, _ = cut(every.reshape(-1, every.shape[2]), verify, np.zeros(every.shape[2] + 1))
+        kept: np.ndarray = worth.reshape(every.shape)[:, 1:].sum(2)
         counts[drafts] = kept
         total: np.ndarray = kept.sum(1)
         return total
