@@ -138,8 +138,7 @@ class DraftBudget:
         feeders, seconds = self._cheapest_paths(slots, running, offer, late / left)
 
         def gain(top: int, most: np.ndarray) -> tuple[float, np.ndarray, float]:
-            offered = offer if top == 0 else None
-            return self._gain(top, slots, most, verify, rate * seconds[top], offered)
+            return self._gain(top, slots, most, verify, rate * seconds[top], offer)
 
         gains, costs = [gain(top, most) for top in range(target)], rate * late
         # A step without drafts takes the time of so many tokens of a request, and gives one.
@@ -271,14 +270,13 @@ class DraftBudget:
         """Of the best drafts of one level: what they gain above their price, their lengths [n], and
         tokens accepted.
         """
-        row, width = self.rows[top, self.target], self.levels[top].longest
-        if offer is None:
+        if top == 0 and offer is not None:
+            survival, fill = self.survival(slots, offer), 1.0
+        else:
+            row, width = self.rows[top, self.target], self.levels[top].longest
             survival = np.cumprod(self.acceptance.ahead(row, slots, width), axis=1)
             fill = self.acceptance.fill(row)
-        else:
-            survival = self._survival(row, offer, width, self.acceptance.scale(row, slots))
-            fill = 1.0
-        survival = np.where(np.arange(width) < most[:, None], survival, 0.0)
+        survival = np.where(np.arange(survival.shape[1]) < most[:, None], survival, 0.0)
         kept, net = cut(survival, verify, drafting, fill)
         return net, kept.sum(1), fill * float(survival[kept].sum())
 

@@ -22,9 +22,7 @@ class Trials:
 
     def __init__(self, options: int, steps: int = constants.TRIAL_STEPS) -> None:
         self.steps = steps
-        self.idle = np.zeros(options, dtype=np.int64)
-        self.pause = np.zeros(options, dtype=np.int64)
-        self.ended = np.zeros(options, dtype=np.int64)
+        self.idle, self.pause, self.ended = np.zeros((3, options), dtype=np.int64)
 
     def pays(self, option: int) -> None:
         """Note that the option is used in this step for what it is expected to gain."""

@@ -73,9 +73,8 @@ class HostBranches(HostedBranches):
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.accepted[idx_mapping.numpy()] = chain.num_accepted.numpy()
-        token_ids, emitted = super().follow(
-            chain, logits, cu_num_logits, idx_mapping, draws, **options
-        )
+        rest = logits, cu_num_logits, idx_mapping, draws
+        token_ids, emitted = super().follow(chain, *rest, **options)
         more, row = (emitted - chain.num_emitted).numpy(), self._row
         row[Count.branches_followed] += (more > 0).sum()
         row[Count.followed_tokens] += more.sum()
