@@ -48,7 +48,10 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]], append: bool = False) 
     """Write rows with the same keys; every row also gets the commit and the machine.
 
     Args:
-        append: keep the rows of the same columns that the file has already.
+        append: keep the rows that the file has already.
+
+    Raises:
+        SystemExit: they have other columns.
     """
     # Not where they are read: seconds of imports, and not every table needs them.
     import torch
@@ -57,9 +60,11 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]], append: bool = False) 
 
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {"commit": commit(), "machine": machine("cpu", torch.get_num_threads())}
-    append = append and path.exists()
+    append, columns = append and path.exists(), [*rows[0], *origin]
+    if append and path.read_text().split("\n", 1)[0] != ",".join(columns):
+        raise SystemExit(f"{path} has other columns: move it away.")
     with path.open("a" if append else "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *origin], lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if not append:
             writer.writeheader()
         for row in rows:

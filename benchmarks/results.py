@@ -35,6 +35,8 @@ from vllm_hsd.tools.planner.prompts import prompts_file
 
 SETS = "humaneval", "mt_bench", "gsm8k", "sum", "qa"
 TABLE = RESULTS / "results.csv"
+# Where the rows of the page lie.
+PAGE = Path(__file__).parent
 PLACES = 1, 2, 4, 8
 # With several streams: parts of a run, requests of each and stream, of each at least.
 PARTS, REQUESTS, FEWEST = 4, 2.5, 20
@@ -257,7 +259,8 @@ def main() -> int:
     parser.add_argument("--sets", nargs="+", help="names of sets, with one request")
     parser.add_argument("--tables", action="store_true", help="print those of the page and end")
     options = parser.parse_args()
-    table = Table(options.output / TABLE.name)
+    here = PAGE if options.tables and options.output == TABLE.parent else options.output
+    table = Table(here / TABLE.name)
     if options.tables:
         print(*tables(shown(table.rows)), sep="\n")
         return 0

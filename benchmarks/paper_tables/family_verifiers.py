@@ -92,7 +92,7 @@ def main() -> None:
         task = Task(target, found, sampling, max(LENGTHS), text_tokens=chosen.tokens)
         ratios = {}
         for number, (name, own) in enumerate(sets.items()):
-            contexts = [encode(models.tokenizer, prompts[i], LONGEST_PROMPT) for i in own]
+            contexts = [encode(models.tokenizer, prompts[i])[-LONGEST_PROMPT:] for i in own]
             texts = scored_texts(models, len(found), contexts, task, (0, number))
             # The prefill emits the first token, so the first draft starts after it.
             ratios[name] = (texts.log_probs[0] - texts.log_probs[1])[:, 1:]

@@ -273,7 +273,7 @@ def main() -> None:
     prompts = read_prompts(file)[: arguments.repeats]
     kinds = by_kind(file, len(prompts))
     longest = 1024 if arguments.family else 256
-    contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
+    contexts = [encode(models.tokenizer, prompt)[-longest:] for prompt in prompts]
     timing = Timing(task, contexts, models.vocabulary, arguments.output)
     # Those of an earlier run in the same directory, or new ones.
     paths = {kind: arguments.output / f"profile of {kind}.json" for kind in kinds}

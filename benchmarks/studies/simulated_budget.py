@@ -209,7 +209,8 @@ def main() -> int:
                 given = {"models": name, "times": machine, "streams": streams}
                 table += [given | row for row in found]
                 for order in dict.fromkeys(row["order"] for row in found):
-                    own = [row["adaptive_over_best"] for row in found if row["order"] == order]
+                    kinds = (row for row in found if row["order"] == order and row["set"] != "all")
+                    own = [row["adaptive_over_best"] for row in kinds]
                     mean = np.exp(np.log(own).mean())
                     print(
                         f"{name}, {machine}, {streams}, {order}: {mean:.3f}, least {min(own):.2f}"

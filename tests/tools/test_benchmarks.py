@@ -10,6 +10,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from benchmarks.common import REPOSITORY, write_csv
@@ -30,9 +31,12 @@ def test_make_bench_runs_every_benchmark():
 def test_every_row_of_a_csv_names_the_commit_and_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     write_csv(tmp_path / "new" / "rows.csv", [{"x": 1, "rate": 0.5}, {"x": 2, "rate": 1.0}])
+    with pytest.raises(SystemExit, match=r"rows\.csv has other columns"):
+        write_csv(tmp_path / "new" / "rows.csv", [{"x": 1}], append=True)
+    write_csv(tmp_path / "new" / "rows.csv", [{"x": 3, "rate": 2.0}], append=True)
     with (tmp_path / "new" / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["rate"] for row in rows] == ["0.5000", "1.0000"]
+    assert [row["rate"] for row in rows] == ["0.5000", "1.0000", "2.0000"]
     assert all(row["commit"] and "1 thread" in row["machine"] for row in rows)
 
 

@@ -93,6 +93,8 @@ def test_a_profile_of_another_machine_is_planned_with_a_warning(tmp_path, capsys
         ([*A, "--device", "abacus"], "--device 'abacus'"),
         ([*A, "--engine-args", "{"], "--engine-args is not JSON"),
         ([*A, "--engine-args", '{"speculative_config": {}}'], "must not hold speculative_config"),
+        ([*A, "--engine-args", '{"model": "y"}'], "must not hold model: use --target"),
+        ([*A, "--engine-args", '{"max_num_seqs": 0}'], "but --batch-sizes 1"),
         ([*A, "-o", "x/p.json"], "no directory 'x'"),
         ([*A, "-o", "p.safetensors"], "--output must end in .json"),
         ([*A, "-o", "p.1"], "--output must end in .json"),

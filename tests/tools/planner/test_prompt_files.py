@@ -10,7 +10,7 @@ import pytest
 
 from vllm_hsd.errors import UserError
 from vllm_hsd.tools.planner import public_sets
-from vllm_hsd.tools.planner.prompts import encode, read_prompts, read_requests
+from vllm_hsd.tools.planner.prompts import encode, fit, read_prompts, read_requests
 
 
 def test_json_lines(tmp_path):
@@ -38,6 +38,12 @@ def test_plain_text(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("one prompt\nof two lines\n\n\nanother\n")
     assert read_prompts(path) == ["one prompt\nof two lines", "another"]
+
+
+def test_prompts_that_are_cut_are_counted():
+    told = "1 of 2 prompts lose their beginning: the context has room for 2 tokens of a prompt."
+    assert fit([[1, 2, 3], [4, 5]], 2) == ([[2, 3], [4, 5]], told)
+    assert fit([[1]], 1) == ([[1]], "")
 
 
 @pytest.mark.parametrize(
@@ -156,9 +162,9 @@ class Tokenizer:
 
 def test_chats_use_the_template_where_there_is_one():
     chat = [{"role": "user", "content": "hi"}]
-    assert encode(Tokenizer("t"), chat, 10) == [ord(c) for c in "<hi>"]
-    assert encode(Tokenizer(None), chat, 10) == [0, ord("h"), ord("i")]
-    assert encode(Tokenizer("t"), "hi", 2) == [ord("h"), ord("i")]
+    assert encode(Tokenizer("t"), chat) == [ord(c) for c in "<hi>"]
+    assert encode(Tokenizer(None), chat) == [0, ord("h"), ord("i")]
+    assert encode(Tokenizer("t"), "hi") == [0, ord("h"), ord("i")]
 
 
 def test_a_chat_for_a_tokenizer_whose_chats_are_no_text():
@@ -170,5 +176,5 @@ def test_a_chat_for_a_tokenizer_whose_chats_are_no_text():
         return [5, 6, 7]
 
     chat = [{"role": "user", "content": "hello"}]
-    assert encode(SimpleNamespace(apply_chat_template=apply), chat, 2) == [6, 7]
+    assert encode(SimpleNamespace(apply_chat_template=apply), chat) == [5, 6, 7]
     assert given == [(chat, True)]

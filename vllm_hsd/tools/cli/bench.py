@@ -16,10 +16,17 @@ from vllm_hsd.tools.audit.drafters import keeps_seeds
 from vllm_hsd.tools.cli import bench_files, bench_report, greedy
 from vllm_hsd.tools.cli.bench_jobs import Comparison, Results, Setup
 from vllm_hsd.tools.cli.bench_runs import measure
-from vllm_hsd.tools.cli.options import add_engine_options, integers, json_object, progress, rendered
+from vllm_hsd.tools.cli.options import (
+    add_engine_options,
+    engine_args,
+    integers,
+    json_object,
+    progress,
+    rendered,
+)
 from vllm_hsd.tools.dtype import choose_dtype
 from vllm_hsd.tools.engine import configuration_error
-from vllm_hsd.tools.planner.prompts import encode, read_requests
+from vllm_hsd.tools.planner.prompts import encode, fit, read_requests
 from vllm_hsd.tools.worker_process import LOGS, WorkerProcess
 
 DEFAULT_PROMPTS = (
@@ -95,9 +102,13 @@ def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: A
         _as_read(json_object(text, f"--speculative-config number {n}"))
         for n, text in enumerate(configs, 1)
     ]
-    engine_args = json_object(arguments.engine_args, "--engine-args")
-    if "speculative_config" in engine_args:
-        raise UserError("--engine-args must not hold speculative_config: use --speculative-config.")
+    held = engine_args(
+        arguments.engine_args,
+        getattr(arguments, "batch_sizes", ()),
+        model="use --model",
+        dtype="use --dtype",
+        speculative_config="use --speculative-config",
+    )
     requests: list[tuple[Any, dict[str, Any]]] = (
         read_requests(arguments.prompts)
         if arguments.prompts
@@ -107,7 +118,7 @@ def comparison_of(arguments: argparse.Namespace, configs: list[str], **extent: A
         model=arguments.model,
         configs=[None, *given],
         prompts=[prompt for prompt, _ in requests],
-        engine_args={"dtype": arguments.dtype, **engine_args},
+        engine_args={"dtype": arguments.dtype, **held},
         output=arguments.output,
         sampling=[sampling for _, sampling in requests],
         **extent,
@@ -175,7 +186,7 @@ def prepare_output(output: Path, *results: str) -> None:
 def prepare(comparison: Comparison, *results: str) -> tuple[Comparison, Setup]:
     """Make the directory of the results, check the configurations and settle the dtype.
 
-    On a CPU a dtype that was not asked for is probed, and printed.
+    On a CPU a dtype that was not asked for is probed, and printed; so is that prompts were cut.
 
     Raises:
         UserError: vLLM refuses the model or a configuration, or the model runs in no dtype.
@@ -185,6 +196,8 @@ def prepare(comparison: Comparison, *results: str) -> tuple[Comparison, Setup]:
         raise UserError(f"--model '{model}' is not a directory.")
     prepare_output(comparison.output, *results)
     setup = inspect(comparison)
+    if setup.cut:
+        print(setup.cut, flush=True)
     if setup.device != "cpu" or comparison.engine_args.get("dtype", "auto") != "auto":
         return comparison, setup
     progress("probing bfloat16 and float32")
@@ -221,10 +234,9 @@ def _inspect(comparison: Comparison) -> Setup:
 
     from vllm_hsd.host.request_keys import keys_of
 
-    engine_args, max_tokens = comparison.base_args, comparison.max_tokens
+    base, max_tokens = comparison.base_args, comparison.max_tokens
     every = [
-        engine_args | ({"speculative_config": config} if config else {})
-        for config in comparison.configs
+        base | ({"speculative_config": config} if config else {}) for config in comparison.configs
     ]
     errors = [configuration_error(each) for each in every]
     if any(errors):
@@ -233,15 +245,16 @@ def _inspect(comparison: Comparison) -> Setup:
     if any("extra_args" in each for each in comparison.sampling):
         configs = (EngineArgs(**each).create_engine_config() for each in every)
         keys = [keys_of(config.speculative_config) for config in configs]
-    model = EngineArgs(**engine_args).create_engine_config().model_config
+    model = EngineArgs(**base).create_engine_config().model_config
     longest = model.max_model_len - max_tokens
     if longest < 1:
         fault = f"max_tokens={max_tokens} does not fit into a context of {model.max_model_len}."
         return Setup([fault])
     tokenizer = cached_tokenizer_from_config(model)
+    prompts, cut = fit([encode(tokenizer, each) for each in comparison.prompts], longest)
     return Setup(
         errors,
-        [encode(tokenizer, prompt, longest) for prompt in comparison.prompts],
+        prompts,
         bool(getattr(tokenizer, "chat_template", True)),
         model.max_model_len,
         str(model.dtype).removeprefix("torch."),
@@ -249,6 +262,7 @@ def _inspect(comparison: Comparison) -> Setup:
         torch.get_num_threads(),
         psutil.virtual_memory().available,
         keys,
+        cut,
     )
 
 

@@ -93,6 +93,7 @@ class Setup:
         prompt_ids: token ids of the prompts.
         request_keys: keys in `extra_args` that requests may have, by configuration.
         available_memory: bytes of host memory.
+        cut: a sentence if prompts were too long, or nothing.
     """
 
     errors: list[str | None]
@@ -104,6 +105,7 @@ class Setup:
     threads: int = 1
     available_memory: int = 0
     request_keys: Sequence[set[str]] = ()
+    cut: str = ""
 
 
 @dataclass(frozen=True)

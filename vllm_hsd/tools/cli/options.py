@@ -51,6 +51,28 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     return value
 
 
+def engine_args(text: str, batch_sizes: Sequence[int] = (), **elsewhere: str) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` that --engine-args holds.
+
+    Args:
+        batch_sizes: requests at a time, all of which are to run.
+        elsewhere: by argument, what to use instead.
+
+    Raises:
+        UserError: they are no JSON object, or hold what another option says.
+    """
+    found = json_object(text, "--engine-args")
+    if held := next(filter(elsewhere.get, found), None):
+        raise UserError(f"--engine-args must not hold {held}: {elsewhere[held]}.")
+    most = found.get("max_num_seqs")
+    if isinstance(most, int) and most < max(batch_sizes, default=0):
+        raise UserError(
+            f"--engine-args has max_num_seqs {most}, but --batch-sizes {max(batch_sizes)}: lower "
+            "the one or raise the other."
+        )
+    return found
+
+
 def add_engine_options(parser: argparse.ArgumentParser, temperatures: str, output: str) -> None:
     """The options of commands that serve text with engines of their own."""
     parser.add_argument(

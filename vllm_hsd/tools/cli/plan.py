@@ -17,7 +17,7 @@ from vllm_hsd.config.sizes import MAX_BATCH_SIZE
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.levels.base import LONGEST_DRAFT
 from vllm_hsd.tools import system
-from vllm_hsd.tools.cli.options import integers, json_object
+from vllm_hsd.tools.cli.options import engine_args, integers, json_object
 from vllm_hsd.tools.planner.predict import Prediction, Selection
 from vllm_hsd.tools.planner.profile import (
     Candidate,
@@ -178,8 +178,12 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
     longest, ngram = arguments.max_draft_tokens, arguments.ngram
     if not 1 <= longest <= LONGEST_DRAFT:
         raise UserError(f"--max-draft-tokens is {longest}: give 1 to {LONGEST_DRAFT}.")
-    if "speculative_config" in json_object(arguments.engine_args, "--engine-args"):
-        raise UserError("--engine-args must not hold speculative_config: the target runs without.")
+    engine_args(
+        arguments.engine_args,
+        arguments.batch_sizes,
+        model="use --target",
+        speculative_config="the target runs without",
+    )
     if arguments.num_prompts < 1:
         raise UserError(f"--num-prompts is {arguments.num_prompts}: give at least 1.")
     if min(arguments.batch_sizes) < 1:

@@ -23,7 +23,7 @@ from vllm_hsd.tools.planner.acceptance import Acceptances, measure_acceptance, n
 from vllm_hsd.tools.planner.latencies import Latencies
 from vllm_hsd.tools.planner.models import ModelSet
 from vllm_hsd.tools.planner.profile import Profile, Prompts, check_table_size, partial_directory
-from vllm_hsd.tools.planner.prompts import encode, read_prompts
+from vllm_hsd.tools.planner.prompts import encode, fit, read_prompts
 from vllm_hsd.tools.planner.task import Task
 from vllm_hsd.tools.planner.timing import Timing
 
@@ -122,7 +122,9 @@ def measure_profile(
             "No --prompts: the target writes texts of its own; acceptance on your prompts differs."
         )
     else:
-        contexts = [encode(models.tokenizer, prompt, longest) for prompt in prompts]
+        contexts, cut = fit([encode(models.tokenizer, prompt) for prompt in prompts], longest)
+        if cut:
+            console.print(cut)
     here = _machine() | {"device": device}
     stages = Stages(
         partial_directory(output),

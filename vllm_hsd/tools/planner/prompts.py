@@ -100,8 +100,8 @@ def _request(where: str, entry: Any) -> tuple[Prompt, dict[str, Any]]:
     )
 
 
-def encode(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
-    """The last `longest` token ids of a prompt; raises UserError if it has none.
+def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; raises UserError if it has none.
 
     A chat goes through the tokenizer's chat template where it has one, else it is plain text.
     """
@@ -115,4 +115,14 @@ def encode(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
         ids = tokenizer.encode(prompt if isinstance(prompt, str) else prompt[0]["content"])
     if not ids:
         raise UserError(f"the prompt {prompt!r} is empty for this tokenizer: remove it.")
-    return ids[-longest:]
+    return list(ids)
+
+
+def fit(prompts: list[list[int]], longest: int) -> tuple[list[list[int]], str]:
+    """The last `longest` token ids of each, and a sentence if some are cut, or nothing."""
+    cut = sum(len(ids) > longest for ids in prompts)
+    told = (
+        f"{cut} of {len(prompts)} prompts lose their beginning: the context has room for "
+        f"{longest} tokens of a prompt."
+    )
+    return [ids[-longest:] for ids in prompts], told if cut else ""
