@@ -83,6 +83,26 @@ def test_p_values_of_sound_text_are_uniform_and_a_detectable_share_is_found():
     assert 1 < above < 2 and 0.5 < below < 1 and needed(1e-6) == pytest.approx(7.22, abs=0.01)
 
 
+@pytest.mark.parametrize(("likely", "places"), [(0.02, 1500), (0.1, 500), (0.1, 4000)])
+def test_as_much_is_found_of_a_lookup_whose_tokens_are_unlikely(likely, places):
+    """Its scores are skewed, and vary more where a fault takes its tokens."""
+    probs = torch.full((places, 8), (1 - likely) / 7)
+    probs[:, 0] = likely
+    rows = np.tile(np.array([[0], [1]], dtype=np.float32), (places, 1, 1))
+    kinds = [marks(probs, torch.full((places,), token), rows) for token in (0, 1)]
+    rng = np.random.default_rng(0)
+
+    def drawn(share: float) -> Check:
+        taken = rng.random(places) < share + (1 - share) * likely
+        return lean(np.where(taken[:, None], *kinds))
+
+    check = drawn(0.0)
+    share = check.detectable(1e-6) / check.faults[0][1]
+    assert share < 0.2
+    # Of 200 runs with probability .99: fewer than 193 with probability 1e-3.
+    assert sum(drawn(share).p_value < 1e-6 for _ in range(200)) >= 193
+
+
 def test_nothing_can_lean_to_a_drafter_that_is_the_target():
     p = torch.softmax(torch.randn(500, 9), -1)
     tokens = torch.multinomial(p, 1)[:, 0]

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 from support.cascades import cascade
 from support.engines import forked, started
@@ -13,6 +14,7 @@ from vllm_hsd.tools.audit.drafters import OFFERS
 from vllm_hsd.tools.audit.mutants import MUTANTS
 from vllm_hsd.tools.audit.sampled import Setting, Texts
 from vllm_hsd.tools.audit.seeded import Seeded
+from vllm_hsd.tools.audit.statistics import Check
 from vllm_hsd.tools.audit.workloads import Found
 from vllm_hsd.tools.cli import verify_report, verify_runs
 from vllm_hsd.tools.cli.verify_report import NOT_ENOUGH, Outcome, Verification
@@ -68,6 +70,28 @@ def test_equal_greedy_texts_without_drafts_show_nothing(drafts, steps, said):
     served = [drafts_of("crowd16", 0, [1]), drafts_of("turns", drafts, steps)]
     found = Outcome(asked, {}, Texts([]), [], {}, [], served=served)
     assert found.too_little_drafted == said
+
+
+def test_a_setting_without_drafts_is_no_pass():
+    """Whatever was drafted in another one."""
+    asked = Verification(mock.Mock(), [Setting(0.7), Setting(2.0)], 64, False, False)
+    texts = Texts(["a", "b"], settings=[0, 1], token_ids=[[1] * 200] * 2)
+    texts.offered = [np.ones(200, dtype=bool), np.zeros(200, dtype=bool)]
+    found = Outcome(asked, {}, texts, [Check("a", "", "id", "all", 200, 1.0, 0.0)], {}, [])
+    said = "drafts reached 200 of 400 places; b: 0 of them, 100 are needed"
+    assert found.too_little_drafted == said
+    texts.offered[1][:100] = True
+    assert found.too_little_drafted is None
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [("auto", "bfloat16"), ("float", "float32"), ("half", "float16"), ("float32", "float32")],
+)
+def test_a_dtype_by_which_nothing_can_be_judged_is_refused(given, dtype):
+    assert verify_runs.judged_dtype(given) == dtype
+    with pytest.raises(UserError, match="--dtype fp32: rounding is known for"):
+        verify_runs.judged_dtype("fp32")
 
 
 LOOKUP = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}

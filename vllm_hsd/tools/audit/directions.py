@@ -23,10 +23,10 @@ OVER = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, np.inf)
 UNDER = (0.98, 0.95, 0.9, 0.8, 0.5, 0.0)
 
 # Columns of `marks`: the probability ordered before the token, its score (the ratio less the mean
-# ratio), and the variance and third central moment of that score under p; then, for q drawn in
-# place of p and for every factor of OVER and UNDER, the mean of the score under that fault; then
-# the total variation between p and that fault, of each.
-BEFORE, SCORE, VARIANCE, THIRD, SHIFTS = range(5)
+# ratio), the variance and third central moment of that score under p, and its mean square under q;
+# then, for q drawn in place of p and for every factor of OVER and UNDER, the mean of the score
+# under that fault; then the total variation between p and that fault, of each.
+BEFORE, SCORE, VARIANCE, THIRD, SPREAD, SHIFTS = range(6)
 FAULTS = 1 + len(OVER) + len(UNDER)
 WIDTH = SHIFTS + 2 * FAULTS
 
@@ -80,7 +80,7 @@ def marks(probs: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray) -> np.
     score = ratio.clamp_max(HIGHEST)
     score = score - (p * score).sum(1, keepdim=True)
     found = [before, torch.where(own, score, 0.0).sum(1)]
-    found += [(p * score**2).sum(1), (p * score**3).sum(1)]
+    found += [(p * score**2).sum(1), (p * score**3).sum(1), (q * score**2).sum(1)]
     recovered = (p - q).clamp_min(0)
     mass = recovered.sum(1, keepdim=True)
     recovered = torch.where(mass > 0, recovered / mass, p)

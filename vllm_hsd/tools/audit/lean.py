@@ -9,10 +9,18 @@ high ratios too often, one that is too strict those of low ones.
 from __future__ import annotations
 
 import numpy as np
-from scipy import stats
 
-from vllm_hsd.tools.audit.directions import FAULTS, OVER, SCORE, SHIFTS, THIRD, UNDER, VARIANCE
-from vllm_hsd.tools.audit.statistics import Check, needed
+from vllm_hsd.tools.audit.directions import (
+    FAULTS,
+    OVER,
+    SCORE,
+    SHIFTS,
+    SPREAD,
+    THIRD,
+    UNDER,
+    VARIANCE,
+)
+from vllm_hsd.tools.audit.statistics import Check, log_tail
 
 LEANS = "does not lean to"
 # Total variation for each drafted place that a run promises to find: an acceptance ratio 1.6 times
@@ -47,11 +55,12 @@ def factors(check: Check, significance: float) -> tuple[float, float]:
     """Nearest factors on the acceptance ratio, above and below 1, that would be found; infinite,
     and NaN, where none would be.
     """
-    least, moved = needed(significance), np.abs([shift for shift, _ in check.faults])
+    moved = np.abs([shift for shift, _ in check.faults])
 
     def nearest(values: tuple[float, ...], moved: np.ndarray, none: float) -> float:
         # Linear between factors; beyond the last finite one nothing is.
         finite = np.minimum((1.0, *values), OVER[-2])
+        least = check.needed(significance, 1.0 if values is OVER else -1.0)
         return float(np.interp(least, np.maximum.accumulate((0.0, *moved)), finite, right=none))
 
     _, above, below = np.split(moved, (1, 1 + len(OVER)))
@@ -60,10 +69,11 @@ def factors(check: Check, significance: float) -> tuple[float, float]:
 
 def enough(check: Check, significance: float) -> bool:
     """Whether every fault of PROMISED total variation or more per drafted place would be found."""
-    least = needed(significance)
-    large = [abs(moved) for moved, variation in check.faults if variation >= PROMISED]
+    large = [moved for moved, variation in check.faults if variation >= PROMISED]
     # Nothing can lean further than to the drafter's own distribution.
-    return check.parameter < PROMISED or (bool(large) and min(large) >= least)
+    return check.parameter < PROMISED or (
+        bool(large) and all(abs(each) >= check.needed(significance, each) for each in large)
+    )
 
 
 def _check(setting: str, drafter: str, place: str, marks: np.ndarray, share: float) -> Check:
@@ -77,11 +87,12 @@ def _check(setting: str, drafter: str, place: str, marks: np.ndarray, share: flo
     moved = marks[:, SHIFTS : SHIFTS + FAULTS].sum(0) * share
     total = float(marks[:, SCORE].sum())
     z = total / np.sqrt(variance)
-    # The skewness of the sum, to first order of Cramer's series for a tail.
     skewness = float(marks[:, THIRD].sum()) / variance**1.5
-    log_p = stats.norm.logsf(abs(z)) + np.log(2) + np.clip(skewness * z**3 / 6, 0, z**2 / 4)
     shift = abs(total / moved[0]) * variation[0] if moved[0] else 0.0
     faults = np.stack((moved / np.sqrt(variance), variation), 1)
-    p_value, described = float(min(1.0, np.exp(log_p))), tuple(map(tuple, faults.tolist()))
+    growth = max(float(marks[:, SPREAD].sum()) / variance - 1, 0.0) * share
+    growth = growth / faults[0, 0] if faults[0, 0] > 0 else 0.0
+    p_value = float(min(1.0, np.exp(log_tail(z, skewness))))
+    tail = tuple(map(tuple, faults.tolist())), skewness, growth
     place_of = setting, hypothesis, drafter, place, count
-    return Check(*place_of, p_value, float(shift), "score", apart, described)
+    return Check(*place_of, p_value, float(shift), "score", apart, *tail)

@@ -85,6 +85,11 @@ class LlamaCppServer(Server):
     """
 
     kind = "llama.cpp"
+    doubt = (
+        "llama.cpp takes ends of text out of its answers and not out of its probabilities, and "
+        "sends accepted drafts token by token (as its source reads): it may fail, or show no "
+        "drafts, although it is lossless."
+    )
 
     def version(self) -> str:
         return f"llama.cpp {self._read('/props', None, 'build_info')}"

@@ -33,7 +33,7 @@ _AT_ONCE = 4
 # Names of the places that a draft reached, and of those after a draft of which everything was
 # accepted; tokens there to test them.
 DRAFTED, AFTER_DRAFT = "drafted", "after a whole draft"
-_FEWEST_CHOSEN = 100
+FEWEST_DRAFTED = 100
 # Of answers: rounding moves no end of the same text.
 ENDS, _NEVER = "ends as without speculation", 1e-9
 # Share of tokens that rounding may move across the border of top-k or top-p, at most.
@@ -153,6 +153,11 @@ class Texts:
             return sum(int(each.sum()) for each in self.offered)
         accepted = self.num_tokens - sum(map(len, self.step_lengths))
         return min(max(self.drafts, accepted), self.num_tokens)
+
+    def offered_in(self, setting: int) -> int:
+        """Places of one setting that a draft reached; of what `offered` tells."""
+        pairs = zip(self.offered or (), self.settings, strict=True)
+        return sum(int(each.sum()) for each, own in pairs if own == setting)
 
     def parts(self, batch_size: int) -> Iterator[slice]:
         """The requests, as many as are handed to an engine at once."""
@@ -382,7 +387,7 @@ def checks(texts: Texts, ranges: Sequence[np.ndarray], dtype: str, seed: int) ->
         if texts.bonus is not None:
             chosen[AFTER_DRAFT] = np.concatenate([texts.bonus[i] for i in own])
         for place, where in chosen.items():
-            if where is not None and where.sum() >= _FEWEST_CHOSEN:
+            if where is not None and where.sum() >= FEWEST_DRAFTED:
                 for order, each in zip(ORDERS, tokens.quantiles, strict=False):
                     found.append(uniform(name, order, place, each[where]))
         excluded, kept = int((every[:, 0] == 0).sum()), "only tokens that filters keep"

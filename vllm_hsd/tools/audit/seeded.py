@@ -98,7 +98,9 @@ def compared(engine: EngineProcess | Server, texts: Texts, bound: float) -> Seed
         expected, own = (ids[i][n] if n < len(ids[i]) else None for ids in (theirs, ours))
         gap = short[i] if math.isfinite(short.get(i, math.inf)) else None
         partings.append(Parting(i, n, expected, own, i in explained, gap))
-    return Seeded(len(theirs), sum(map(len, theirs)), partings)
+    # Nothing after a parting is looked at.
+    looked_at = (apart[i] + 1 if i in apart else len(ids) for i, ids in enumerate(theirs))
+    return Seeded(len(theirs), sum(looked_at), partings)
 
 
 def _until(

@@ -51,6 +51,8 @@ class Server:
     """
 
     kind = "vLLM"
+    # A sentence for the page: why its answers may not show what they should.
+    doubt = ""
 
     def __init__(self, option: str, url: str, model: str = "", at_once: int = AT_ONCE) -> None:
         self.option, self.at_once = option, at_once

@@ -94,6 +94,8 @@ class Check:
             variation between target and drafter of scores.
         faults: for every fault of `directions`, by how many standard deviations it would move the
             score, and its total variation; empty for other methods.
+        skewness: of the score.
+        growth: of its variance, for each standard deviation by which leaning would move it.
     """
 
     setting: str
@@ -106,11 +108,20 @@ class Check:
     method: Literal["KS", "chi-square", "Poisson", "answers", "score"] = "KS"
     parameter: float = 0
     faults: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    skewness: float = 0
+    growth: float = 0
 
     @property
     def leans(self) -> bool:
         """Whether it tests all drafted places together for leaning to a drafter (see `lean`)."""
         return self.method == "score" and self.place == "all"
+
+    def needed(self, significance: float, moved: float) -> float:
+        """See `needed`, of a fault that moves the score by `moved`."""
+        # Away from the drafter the tail and the variance get smaller.
+        away = moved < 0
+        skewness = -self.skewness if away else self.skewness
+        return needed(significance, max(skewness, 0.0), 0.0 if away else self.growth)
 
     def detectable(self, significance: float) -> float:
         """Smallest shift of probability that is found with probability POWER.
@@ -123,7 +134,7 @@ class Check:
         count = self.num_tokens
         if self.method == "score":
             moved, variation = self.faults[0] if self.faults else (0.0, 0.0)
-            share = needed(significance) / abs(moved) if moved else np.inf
+            share = self.needed(significance, moved) / abs(moved) if moved else np.inf
             return float(share * variation) if share <= 1 else np.inf
         if self.method == "KS":
             critical = stats.kstwo.isf(significance, count)
@@ -141,9 +152,24 @@ class Check:
         return float(np.sqrt(noncentrality * scale / count))
 
 
-def needed(significance: float) -> float:
-    """By how many standard deviations a score must move to be found with probability POWER."""
-    return float(stats.norm.isf(significance / 2) + stats.norm.ppf(POWER))
+def log_tail(z: float, skewness: float) -> float:
+    """Log of the p-value of a score, with the skewness to first order of Cramer's series."""
+    skewed = np.clip(skewness * z**3 / 6, 0, z**2 / 4)
+    return float(stats.norm.logsf(abs(z)) + np.log(2) + skewed)
+
+
+def needed(significance: float, skewness: float = 0.0, growth: float = 0.0) -> float:
+    """By how many standard deviations a score must move to be found with probability POWER.
+
+    Args:
+        skewness, growth: see `Check`.
+    """
+    missing = np.log(significance)
+    z = optimize.brentq(lambda z: log_tail(z, skewness) - missing, 0, 4 * np.sqrt(1 - missing))
+    above = stats.norm.ppf(POWER)
+    # So far above z that the score exceeds it, whose variance has grown by then.
+    middle = z + growth * above**2 / 2
+    return float(middle + np.sqrt(middle**2 - z**2 + above**2))
 
 
 def arrange(quantiles: Sequence[np.ndarray], step_lengths: Sequence[Sequence[int]]) -> Tokens:

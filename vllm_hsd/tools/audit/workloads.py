@@ -289,6 +289,12 @@ class Found:
     compared: Seeded | None = None
 
 
+def adapters_of(served: Sequence[Found]) -> set[str]:
+    """The adapters that requests were served with."""
+    parts = (part for each in served for part in (each.drawn, each.exact))
+    return {params[ADAPTER] for part in parts for params in part.params if params.get(ADAPTER)}
+
+
 def run(
     name: str,
     engine: Any,

@@ -151,8 +151,14 @@ class Outcome:
         if not self.texts.num_offered:
             return reached
         significance = ERROR_PROBABILITY / len(self.checks)
-        for name in self.texts.names:
+        for number, name in enumerate(self.texts.names):
+            if self.texts.offered is not None:
+                places, fewest = self.texts.offered_in(number), sampled.FEWEST_DRAFTED
+                if places < fewest:
+                    return f"{reached}; {name}: {places} of them, {fewest} are needed"
             own = [each for each in self.checks if each.leans and each.setting == name]
+            # To what is nearly the target nothing can lean; others have to be judged.
+            own = [each for each in own if each.parameter >= lean.PROMISED] or own
             if own and not any(lean.enough(each, significance) for each in own):
                 least = min(each.detectable(significance) for each in own)
                 finds = f"only from {least:.1%} on" if math.isfinite(least) else "not at any size"

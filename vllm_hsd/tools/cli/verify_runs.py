@@ -28,8 +28,8 @@ from vllm_hsd.tools.audit.drafters import (
 from vllm_hsd.tools.audit.load import Load
 from vllm_hsd.tools.audit.other_servers import connect
 from vllm_hsd.tools.audit.sampled import Setting
-from vllm_hsd.tools.audit.servers import AT_ONCE, TOP_K
-from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS, Facts, Found
+from vllm_hsd.tools.audit.servers import AT_ONCE, TOP_K, Server
+from vllm_hsd.tools.audit.workloads import STEADY, WORKLOADS, Facts, Found, adapters_of
 from vllm_hsd.tools.audit.workloads import run as serve
 from vllm_hsd.tools.cli import bench, verify_report, verify_workloads
 from vllm_hsd.tools.cli.bench_jobs import Comparison
@@ -125,6 +125,18 @@ def parse(arguments: argparse.Namespace) -> Verification:
     )
 
 
+def judged_dtype(given: str) -> str:
+    """By whose rounding texts are judged; bfloat16 for "auto", of a server, which does not say.
+
+    Raises:
+        UserError: no rounding is known for it.
+    """
+    dtype = {"auto": "bfloat16", "float": "float32", "half": "float16"}.get(given, given)
+    if dtype not in LARGEST_GAP:
+        raise UserError(f"--dtype {dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
+    return dtype
+
+
 def _servers(arguments: argparse.Namespace) -> tuple[str, str] | None:
     if not arguments.url and not arguments.plain_url:
         if arguments.drafter:
@@ -140,6 +152,8 @@ def _servers(arguments: argparse.Namespace) -> tuple[str, str] | None:
             "--url verifies a running server: leave out --speculative-config, --equal-drafter and "
             "--adapters."
         )
+    if arguments.engine_args != "{}" and not arguments.drafter:
+        raise UserError("--engine-args are those of --drafter: name one, or leave them out.")
     return arguments.url, arguments.plain_url
 
 
@@ -231,8 +245,6 @@ def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
         raise UserError(
             f"--url serves '{speculating.model}', --plain-url '{plain.model}': give one model."
         )
-    # What a server computes in, it does not say.
-    dtype = str(comparison.engine_args["dtype"])
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
     # A drafter's context may be shorter than the target's: vLLM takes what fits into its memory.
     arguments = {"max_model_len": -1, **comparison.base_args}
@@ -248,7 +260,7 @@ def _running(verification: Verification, urls: tuple[str, str]) -> Sides:
         arguments,
         {
             "model": plain.model,
-            "dtype": dtype if dtype in LARGEST_GAP else "bfloat16",
+            "dtype": judged_dtype(comparison.engine_args["dtype"]),
             "machine": "that of the servers",
             "versions": {**system.versions(), "server": speculating.version()},
             "max_tokens": ANSWER_TOKENS,
@@ -265,11 +277,9 @@ def run(verification: Verification) -> Outcome:
     urls, settings = verification.servers, verification.settings
     sides = _running(verification, urls) if urls else _engines(verification)
     comparison, drafters, prompts = sides.comparison, sides.drafters, sides.prompts
-    dtype, config = sides.metadata["dtype"], comparison.configs[1] or {}
+    dtype, config = judged_dtype(sides.metadata["dtype"]), comparison.configs[1] or {}
     names = verification.workloads
     steady_tokens, other_tokens = shares(names, verification.num_tokens, len(settings))
-    if dtype not in LARGEST_GAP:
-        raise UserError(f"--dtype {dtype}: rounding is known for {', '.join(LARGEST_GAP)}.")
     sampled.refuse_coarse(dtype, settings)
     seconds = dict[str, float]()
     untested: list[str] = []
@@ -316,6 +326,10 @@ def run(verification: Verification) -> Outcome:
             arguments = engine, facts, prompts, settings, other_tokens, kinds
             fixed = not verification.as_served
             served.append(serve(name, *arguments, fixed, progress, **recording))
+        if unserved := set(verification.adapters) - adapters_of(served):
+            untested.append(f"Not served, for want of --tokens: {', '.join(sorted(unserved))}.")
+        if isinstance(engine, Server) and engine.doubt:
+            untested.append(engine.doubt)
     every = [texts, *(each.drawn for each in served)]
     if settings and drafters.recorded and not any(OFFERS in each.rows for each in every):
         untested.append(NOT_RECORDED)

@@ -18,7 +18,8 @@ from vllm_hsd.tools.audit.servers import TOP_K
 from vllm_hsd.tools.audit.statistics import ERROR_PROBABILITY
 from vllm_hsd.tools.cli import bench
 from vllm_hsd.tools.cli.options import progress
-from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS, LARGEST_GAP
+from vllm_hsd.tools.cli.verify_report import ANSWER_TOKENS
+from vllm_hsd.tools.cli.verify_runs import judged_dtype
 from vllm_hsd.tools.planner.prompts import refuse_sampling
 
 # Answers between two looks at the p-value.
@@ -42,7 +43,7 @@ def command(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     refuse_sampling(comparison.sampling)
     prompts = [plain.token_ids(prompt) for prompt in comparison.prompts]
-    dtype = arguments.dtype if arguments.dtype in LARGEST_GAP else "bfloat16"
+    dtype = judged_dtype(arguments.dtype)
     refuse_coarse(dtype, [Setting(temperature) for temperature in temperatures])
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
