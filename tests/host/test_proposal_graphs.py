@@ -1,5 +1,6 @@
 """Proposals as CUDA graphs, recorded and replayed on a CPU (see support.recorded_graph)."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.recorded_graph import RecordedGraph
 from support.table_drafters import cascade, table, tables
 from support.table_runner import TableRunner
 from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -19,7 +21,8 @@ from vllm_hsd.budget.trials import Trials
 from vllm_hsd.cascade.counters import Count
 from vllm_hsd.config.sizes import max_batch_size
 from vllm_hsd.errors import UserError
-from vllm_hsd.host import program_models
+from vllm_hsd.host import base_speculator, program_models
+from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.graphs import ProposalGraphs, batch_sizes
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
@@ -277,6 +280,62 @@ def test_attention_captures_as_many_tokens_as_proposals_feed(monkeypatch):
     assert given[0][1].model_config.max_model_len == 64 and shorter.max_model_len == 32
     assert used.max_cudagraph_capture_size == 640 and compilation.max_cudagraph_capture_size == 512
     assert used.static_forward_context is compilation.static_forward_context
+
+
+@pytest.mark.parametrize(("own", "refused"), [(None, True), (64, False)])
+def test_a_level_reads_the_cache_in_the_blocks_that_it_has(own, refused):
+    """Of 128 tokens, which the target's attention backend reads by 64."""
+
+    def group(name: str, size: int | None) -> list:
+        return [SimpleNamespace(layer_names=[name], kernel_block_size=size)]
+
+    drafter = SimpleNamespace(groups=[group("small", own)], index=1)
+    target = [[*group("target", 64), *group("small", 64)]]
+    raises = pytest.raises(UserError, match=r"levels\[1\] reads the KV cache in other")
+    with raises if refused else nullcontext():
+        base_speculator._same_blocks(drafter, target)
+
+
+@pytest.mark.parametrize(
+    ("support", "asynchronous", "refused"),
+    [
+        ("UNIFORM", True, True),
+        ("UNIFORM", False, False),
+        ("VARLEN", True, False),
+        (None, True, False),
+    ],
+)
+def test_branches_want_attention_of_rows_of_any_length(support, asynchronous, refused):
+    """MLA takes other rows for prompts, by the host's bound on their lengths."""
+    support = support and QueryLenSupport[support]
+    builder = SimpleNamespace(query_len_support=support)
+    backend = SimpleNamespace(get_name=lambda: "SOME_MLA")
+    group = SimpleNamespace(get_metadata_builder=lambda: builder, backend=backend)
+    scheduler = SimpleNamespace(async_scheduling=asynchronous)
+    config = SimpleNamespace(scheduler_config=scheduler, cache_config=SimpleNamespace())
+    hosted = HostedBranches.__new__(HostedBranches)
+    hosted.runner = SimpleNamespace(attn_groups=[[group]], vllm_config=config)
+    # What comes next needs more of a configuration.
+    expected = UserError if refused else AttributeError
+    with pytest.raises(expected, match="SOME_MLA" if refused else "num_gpu_blocks"):
+        hosted.set_attn(SimpleNamespace(kv_cache_groups=[]))
+
+
+def test_nothing_is_learned_of_drafts_that_are_dropped(captured, monkeypatch):
+    """In steps without drafts a model next to lookups only reads; it is the target itself."""
+    target = table(0, 6, 1.3)
+    sources = {"sources": [{"ngram": {"max": 2}}, {"model": target}]}
+    given = {"num_speculative_tokens": 4, "adaptive": True, "levels": [sources]}
+    params, sizes = [{"temperature": 1.0}] * 3, {"length": 4, "prompt_length": 4}
+    served = TableRunner(target, target, params, **sizes, cascade=given)
+    drafter = served.drafter
+    monkeypatch.setattr(type(drafter), "keeps_caches", property(lambda self: True))
+    captured(served, (4,))
+    for _ in range(6):
+        drafter.asked = 0
+        served.step()
+    assert sum(graph.replays for graph in RecordedGraph.made) == 6
+    assert not drafter.lookup.shared[:, -1].any()
 
 
 def level(supports: bool = True, support: str = "UNIFORM_BATCH") -> SimpleNamespace:

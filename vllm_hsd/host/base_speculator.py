@@ -23,10 +23,11 @@ from vllm_hsd.cascade.several_drafts import SeveralDrafts
 from vllm_hsd.cascade.vocabulary import readable
 from vllm_hsd.config.level_checks import check_states
 from vllm_hsd.config.sizes import schedule_of
-from vllm_hsd.errors import quoted
+from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.host.branches import HostedBranches
 from vllm_hsd.host.device_counts import DeviceCounts
 from vllm_hsd.host.draft_models import loading
+from vllm_hsd.host.program_models import ProgramModel
 from vllm_hsd.host.request_parameters import RequestParameters
 
 
@@ -201,6 +202,7 @@ class BaseSpeculator(StandaloneARSpeculator):
         for level in self.hosted:
             if level is not None:
                 level.init_attention(kv_cache_config)
+                _same_blocks(level, target_attn_groups)
                 # vLLM maps the caches of all groups listed here to kernel blocks.
                 self.attn_groups.extend(level.groups)
         if self.branches is not None:
@@ -321,3 +323,16 @@ class BaseSpeculator(StandaloneARSpeculator):
             if with_logits:
                 rows = self.state.batch * self.schedule.longest_logits
                 level.logits(hidden[:rows])
+
+
+def _same_blocks(level: ProgramModel, target_groups: list[list[Any]]) -> None:
+    """Raise a UserError if a level's attention reads the cache in other blocks than it has."""
+    every = [each for own in target_groups for each in own]
+    sizes = {name: each.kernel_block_size for each in every for name in each.layer_names}
+    for each in (each for own in level.groups for each in own):
+        own = each.kernel_block_size
+        if any(sizes.get(name, own) != own for name in each.layer_names):
+            raise UserError(
+                f"levels[{level.index}] reads the KV cache in other blocks than the target: remove "
+                "its attention_backend, or give a --block-size that both backends take whole."
+            )

@@ -136,9 +136,18 @@ class HostedBranches:
         """Make room for the rows' block tables; caches are looked up when a step needs them.
 
         Raises:
-            UserError: the cache has no room for branches, or blocks of several sizes.
+            UserError: the cache has no room for branches, or blocks of several sizes; or attention
+                takes rows of other lengths for prompts, whose lengths have to be exact.
         """
         config, groups = self.runner.vllm_config, kv_cache_config.kv_cache_groups
+        for group in (each for own in self.runner.attn_groups for each in own):
+            support = getattr(group.get_metadata_builder(), "query_len_support", None)
+            varies = support is None or support.name == "VARLEN"
+            if config.scheduler_config.async_scheduling and not varies:
+                raise UserError(
+                    f"levels[0].branches does not run with the attention backend "
+                    f"{group.backend.get_name()}: remove branches, or choose another."
+                )
         if config.cache_config.num_gpu_blocks is not None:  # not while vLLM profiles memory
             blocks = kv_cache_config.num_blocks
             if mistake := config.speculative_config.room_mistake(config, blocks, len(groups)):

@@ -99,7 +99,7 @@ def serve(runner: Any) -> None:
     if estimator is not None:
         own = isinstance(speculator, HeadSources)
         speculator.acceptance_estimator = (
-            speculator.confidence() if own else BoundedConfidence(estimator)
+            speculator.confidence if own else BoundedConfidence(estimator)
         )
     made: Any = BlockRejectionSampler
     if isinstance(speculator, HeadSources):

@@ -34,6 +34,7 @@ class HeadSources:
         schedule, state: of the lookups.
         lookup: the sources.
         further: whether the head runs passes after its first one.
+        confidence: of the drafts, in the place of the head's estimator of its own.
         draft_length: int32 [max_num_reqs], tokens of each slot's draft.
     """
 
@@ -58,13 +59,10 @@ class HeadSources:
         self.further = FurtherPasses(self.lookup.wanted)
         self.scales = torch.ones(1, dtype=torch.float32, device=device)
         self.draft_length = torch.zeros(own.max_num_reqs, dtype=torch.int32, device=device)
-
-    def confidence(self) -> DraftConfidence:
-        """Of the drafts, in the place of the head's estimator of its own."""
-        own: Any = self
         # The last slot is of no request.
-        size = own.max_num_reqs + 1, own.num_speculative_steps, own.device
-        return DraftConfidence(
+        size = own.max_num_reqs + 1, own.num_speculative_steps, device
+        # Not with the weights, which sleep mode may discard.
+        self.confidence = DraftConfidence(
             OnlineAcceptanceEstimator(*size), lambda slots: self.draft_length[slots]
         )
 

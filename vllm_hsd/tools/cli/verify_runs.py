@@ -327,7 +327,8 @@ def run(verification: Verification) -> Outcome:
             fixed = not verification.as_served
             served.append(serve(name, *arguments, fixed, progress, **recording))
         if unserved := set(verification.adapters) - adapters_of(served):
-            untested.append(f"Not served, for want of --tokens: {', '.join(sorted(unserved))}.")
+            missing = ", ".join(sorted(unserved))
+            untested.append(f"Adapters that nothing was asked of, for want of --tokens: {missing}.")
         if isinstance(engine, Server) and engine.doubt:
             untested.append(engine.doubt)
     every = [texts, *(each.drawn for each in served)]
