@@ -37,7 +37,7 @@ def models():
 @pytest.fixture(scope="module")
 def contexts(models):
     prompts = read_prompts(MODELS / "prompts.jsonl")[:12]
-    return [encode(models.tokenizer, prompt, 64) for prompt in prompts]
+    return [encode(models.tokenizer, prompt)[-64:] for prompt in prompts]
 
 
 def engine_of(models, levels, lengths):
