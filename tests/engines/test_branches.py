@@ -226,13 +226,9 @@ def test_caches_with_blocks_of_several_sizes_have_no_branches():
     hosted = HostBranches.__new__(HostBranches)
     hosted.runner = SimpleNamespace(
         vllm_config=SimpleNamespace(cache_config=cache, speculative_config=speculative),
-        **{
-            "attn_groups": [],
-            "block_tables": tables,
-            "max_num_reqs": 8,
-            "device": torch.device("cpu"),
-        },
+        **{"block_tables": tables, "max_num_reqs": 8, "device": torch.device("cpu")},
     )
+    hosted.runner.attn_groups = []
     hosted.most, hosted.longest, hosted.caches = 4, LENGTH, BranchCaches(hosted.runner)
     given = SimpleNamespace(kv_cache_groups=[None] * 2, num_blocks=9)
     with pytest.raises(UserError, match="KV-cache layout that vLLM chose: remove branches"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, cast
 
@@ -327,11 +328,11 @@ class BaseSpeculator(StandaloneARSpeculator):
 
 def _same_blocks(level: ProgramModel, target_groups: list[list[Any]]) -> None:
     """Raise a UserError if a level's attention reads the cache in other blocks than it has."""
-    every = [each for own in target_groups for each in own]
-    sizes = {name: each.kernel_block_size for each in every for name in each.layer_names}
-    for each in (each for own in level.groups for each in own):
-        own = each.kernel_block_size
-        if any(sizes.get(name, own) != own for name in each.layer_names):
+    groups = itertools.chain(*target_groups)
+    sizes = {name: each.kernel_block_size for each in groups for name in each.layer_names}
+    for group in itertools.chain(*level.groups):
+        had = {sizes[name] for name in group.layer_names if name in sizes}
+        if had - {group.kernel_block_size}:
             raise UserError(
                 f"levels[{level.index}] reads the KV cache in other blocks than the target: remove "
                 "its attention_backend, or give a --block-size that both backends take whole."

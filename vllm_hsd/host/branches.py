@@ -11,6 +11,7 @@ with as many rows of each request.
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -140,7 +141,7 @@ class HostedBranches:
                 takes rows of other lengths for prompts, whose lengths have to be exact.
         """
         config, groups = self.runner.vllm_config, kv_cache_config.kv_cache_groups
-        for group in (each for own in self.runner.attn_groups for each in own):
+        for group in itertools.chain(*self.runner.attn_groups):
             support = getattr(group.get_metadata_builder(), "query_len_support", None)
             varies = support is None or support.name == "VARLEN"
             if config.scheduler_config.async_scheduling and not varies:

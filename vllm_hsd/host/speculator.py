@@ -120,9 +120,9 @@ class CascadeSpeculator(BaseSpeculator):
         self._stage(state, self.programs[proposal].schedule, *inputs)
         self._replay(size, proposal)
         self.state.counts.copy_(counts)
-        if hasattr(self, "further"):
+        if isinstance(self.lookup, SourcesLookup) and self.lookup.has_drafter:
             # Of the tokens that are dropped nothing is learned.
-            cast(SourcesLookup, self.lookup).counts[-1].zero_()
+            self.lookup.counts[-1].zero_()
         return True
 
     def _replays_padding(self, count: int) -> bool:

@@ -55,14 +55,14 @@ def factors(check: Check, significance: float) -> tuple[float, float]:
     """Nearest factors on the acceptance ratio, above and below 1, that would be found; infinite,
     and NaN, where none would be.
     """
-    moved = np.abs([shift for shift, _ in check.faults])
 
     def nearest(values: tuple[float, ...], moved: np.ndarray, none: float) -> float:
         # Linear between factors; beyond the last finite one nothing is.
         finite = np.minimum((1.0, *values), OVER[-2])
-        least = check.needed(significance, 1.0 if values is OVER else -1.0)
-        return float(np.interp(least, np.maximum.accumulate((0.0, *moved)), finite, right=none))
+        least, sizes = check.needed(significance, moved[-1]), (0.0, *np.abs(moved))
+        return float(np.interp(least, np.maximum.accumulate(sizes), finite, right=none))
 
+    moved = np.array([shift for shift, _ in check.faults])
     _, above, below = np.split(moved, (1, 1 + len(OVER)))
     return nearest(OVER, above, np.inf), nearest(UNDER, below, np.nan)
 

@@ -17,7 +17,7 @@ from vllm_hsd.config.sizes import MAX_BATCH_SIZE
 from vllm_hsd.errors import UserError, quoted
 from vllm_hsd.levels.base import LONGEST_DRAFT
 from vllm_hsd.tools import system
-from vllm_hsd.tools.cli.options import engine_args, integers, json_object
+from vllm_hsd.tools.cli.options import engine_args, integers
 from vllm_hsd.tools.planner.predict import Prediction, Selection
 from vllm_hsd.tools.planner.profile import (
     Candidate,
@@ -125,6 +125,12 @@ def add_parsers(subparsers: Any) -> None:
 def profile_command(arguments: argparse.Namespace) -> int:
     """Measure and write the profile; an interrupted run is resumed by the same command."""
     _check_profile_arguments(arguments)
+    given = engine_args(
+        arguments.engine_args,
+        arguments.batch_sizes,
+        model="use --target",
+        speculative_config="the target runs without",
+    )
     from vllm_hsd.cascade.exit_head import exit_head_header
     from vllm_hsd.tools.planner.measure import measure_profile
 
@@ -143,7 +149,7 @@ def profile_command(arguments: argparse.Namespace) -> int:
         ),
         sampling=Sampling(temperature=arguments.temperature, top_p=arguments.top_p),
         max_draft_tokens=arguments.max_draft_tokens,
-        engine_args=json_object(arguments.engine_args, "--engine-args"),
+        engine_args=given,
         batch_sizes=sorted(set(arguments.batch_sizes)),
         seed=arguments.seed,
     )
@@ -178,12 +184,6 @@ def _check_profile_arguments(arguments: argparse.Namespace) -> None:
     longest, ngram = arguments.max_draft_tokens, arguments.ngram
     if not 1 <= longest <= LONGEST_DRAFT:
         raise UserError(f"--max-draft-tokens is {longest}: give 1 to {LONGEST_DRAFT}.")
-    engine_args(
-        arguments.engine_args,
-        arguments.batch_sizes,
-        model="use --target",
-        speculative_config="the target runs without",
-    )
     if arguments.num_prompts < 1:
         raise UserError(f"--num-prompts is {arguments.num_prompts}: give at least 1.")
     if min(arguments.batch_sizes) < 1:
