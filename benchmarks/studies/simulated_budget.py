@@ -29,6 +29,7 @@ from benchmarks.models.smollm2 import smollm2
 from benchmarks.studies import demo, edits
 from benchmarks.studies.demo_cascade import PROMPTS
 from benchmarks.studies.replayed_serving import LENGTH, Answer, Fixed, Server, Times
+from vllm_hsd.tools.dtype import cpu_defaults
 from vllm_hsd.tools.planner.prompts import Prompt, read_prompts
 
 SETS = "alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum"
@@ -77,16 +78,18 @@ def record(models: Models, prompts: dict[str, list[Prompt]], path: Path) -> None
     """Let the models answer, and write what both say."""
     from vllm import LLM, SamplingParams
 
-    engine: dict[str, Any] = {
+    target_model = str(models.target())
+    settings: dict[str, Any] = {
         "max_model_len": 4096,
         "enforce_eager": True,
         "seed": 0,
         "kv_cache_memory_bytes": 1 << 29,
     }
+    engine = cpu_defaults(target_model, settings)
     sets = [name for name, chats in prompts.items() for _ in chats]
     chats: Any = [chat for own in prompts.values() for chat in own]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    target = LLM(str(models.target()), **engine)
+    target = LLM(target_model, **engine)
     answers: list[dict[str, Any]] = [
         {"prompt": list(found.prompt_token_ids or ()), "tokens": list(found.outputs[0].token_ids)}
         for found in target.chat(chats, params)
