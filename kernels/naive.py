@@ -19,6 +19,7 @@ from vllm_hsd.rules import MAX_KERNEL_DRAFT
 from vllm_hsd.rules import verify_chain as verify_chain_probs
 from vllm_hsd.rules import verify_tree as verify_tree_probs
 from vllm_hsd.rules.branches import follow
+from vllm_hsd.rules.residual import point_masses
 from vllm_hsd.rules.rng import host_uniforms
 from vllm_hsd.rules.tree import ROOT, Tree
 
@@ -163,13 +164,13 @@ def verify_chain(
         tokens[(tokens < 0) | (tokens >= target_logits.shape[1])] = -1
         n = end - begin
         target = probabilities(target_logits[begin + i : end + i + 1], temperature[i].expand(n + 1))
-        draft = None
+        draft = point_masses(tokens, target.shape[1])
         if draft_logits is not None and draft_temperature[i] > 0 and temperature[i] > 0:
             draft = probabilities(draft_logits[begin:end], draft_temperature[i].expand(n))
-        u = uniforms(seeds[i], level, draws[i] + torch.arange(n + 1))
-        out = verify_chain_probs(target, draft, tokens, [n], method=method, uniforms=u)
-        num_accepted[i] = accepted = int(out.num_accepted[0])
-        token_ids[i, : out.token_ids.shape[1]] = out.token_ids[0]
+        u = uniforms(seeds[i], level, draws[i] + torch.arange(n + 1)).tolist()
+        out, accepted = verify_chain_probs(target, draft, tokens.tolist(), u, method=method)
+        num_accepted[i] = accepted
+        token_ids[i, : len(out)] = torch.tensor(out)
         lse[i, : accepted + 1] = 0
         if temperature[i] > 0:
             rows = target_logits[begin + i : begin + i + accepted + 1]
@@ -315,8 +316,8 @@ def verify_tree(
         proposal = torch.stack([proposal[p + 1] for p in parent]) if kept else proposal[:0]
         u = uniforms(seeds[i], level, draws[i] + torch.arange(rows))
         u = u[[*(n + 1 for n in kept), 0]]
-        out, nodes = verify_tree_probs(target, proposal, tree, method="traversal", uniforms=u)
-        token_ids[i, : len(out)] = out
+        out, nodes = verify_tree_probs(target, proposal, tree, u.tolist())
+        token_ids[i, : len(out)] = torch.tensor(out)
         path[i, : len(nodes)] = torch.tensor([kept[n] for n in nodes], dtype=torch.int64)
     accepted = (path >= 0).sum(-1).to(torch.int32)
     return TreeResult(token_ids, path, accepted, (token_ids >= 0).sum(-1).to(torch.int32))

@@ -36,7 +36,6 @@ def host_verdict(case, target, draft, text, drafted, seed):
 
     text: tokens so far; drafted: [K] int64. The uniforms are those of the target's stream.
     """
-    temperature = case.get("temperature", 1.0)
     prompt, output = text[:1], text[1:]
     rows = []
     for t in range(len(drafted) + 1):
@@ -53,11 +52,7 @@ def host_verdict(case, target, draft, text, drafted, seed):
     q = torch.from_numpy(np.stack(proposals))
     draws = len(text) * DRAWS_PER_LENGTH + np.arange(len(drafted) + 1)
     uniforms = host_uniforms(np.array([seed]), np.array([1]), draws)
-    method = "greedy" if temperature == 0 else "block"
-    result = verify_chain(
-        p, q, drafted, [len(drafted)], method=method, uniforms=torch.from_numpy(uniforms)
-    )
-    return result.token_ids[0, : int(result.num_accepted[0]) + 1].tolist()
+    return verify_chain(p, q, drafted.tolist(), uniforms)[0]
 
 
 def test_every_verdict_is_that_of_the_hosts_verifier():

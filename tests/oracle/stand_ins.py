@@ -7,13 +7,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oracle.distributions import batch_distribution, tree_distribution
+from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import Choices, Distribution, Tokens, distribution_of
 from oracle.sequential import argmax
 
 from vllm_hsd.cascade.level import LookupResult
-from vllm_hsd.rules.inputs import ChainBatch
-from vllm_hsd.rules.residual import CDF
 from vllm_hsd.rules.tree import TreeRows
 from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 
@@ -94,35 +92,27 @@ def _drawn_by(choices: Choices):
     def pick(weights: torch.Tensor) -> int:
         return choices.sample([Fraction(w) if w > NOTHING else 0 for w in weights.tolist()])
 
-    def verify_tree(target, draft, tree, *, method, generator):
+    def verify_tree(target, draft, tree, uniforms, *, method):
+        assert len(uniforms) == len(tree) + 1
         distribution = tree_distribution(target, draft, tree, method=method)
         end, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        path = TreeRows(target, draft, tree, method).path_to(end - 1)
-        tokens = [*(tree.tokens[n] for n in path), final]
-        return torch.tensor(tokens), torch.tensor(path, dtype=torch.int64)
+        path = TreeRows(target, draft, tree).path_to(end - 1)
+        return [*(tree.tokens[n] for n in path), final], path
 
-    def verify_batch(batch: ChainBatch, method, uniforms, target_ok=None):
-        """Of one request."""
-        assert batch.size == 1
-        n = int(batch.lengths[0])
-        assert len(uniforms) == n + 1
-        distribution = batch_distribution(batch, method)
+    def verify_chain(target, draft, token_ids, uniforms, *, method):
+        assert len(uniforms) == len(token_ids) + 1
+        distribution = chain_distribution(target, draft, token_ids, method=method)
         accepted, final = divmod(pick(distribution.flatten()), distribution.shape[1])
-        drafted = batch.tokens[0, :accepted].tolist()
-        tokens = np.array([[*drafted, final, *[-1] * (n - accepted)]])
-        return tokens, np.array([accepted])
+        return [*token_ids[:accepted], final], accepted
 
-    class ChosenCDF(CDF):
-        def draw(self, uniforms):
-            assert len(uniforms) == len(self.rows)
-            return torch.tensor([pick(row / row.sum()) for row in self.rows])
+    def draw(row, uniform):
+        return pick(row / row.sum())
 
     with (
-        mock.patch("vllm_hsd.tools.reference.cascade.verify_batch", verify_batch),
-        mock.patch("vllm_hsd.tools.reference.cascade.CDF", ChosenCDF),
-        mock.patch("vllm_hsd.tools.reference.engine.verify_batch", verify_batch),
+        mock.patch("vllm_hsd.tools.reference.drafts.verify_chain", verify_chain),
+        mock.patch("vllm_hsd.tools.reference.cascade.draw", draw),
         mock.patch("vllm_hsd.tools.reference.engine.verify_tree", verify_tree),
         # draw_iid and draw_without_replacement draw with it.
-        mock.patch("vllm_hsd.rules.tree.CDF", ChosenCDF),
+        mock.patch("vllm_hsd.rules.tree.draw", draw),
     ):
         yield

@@ -33,7 +33,7 @@ class ClaimsOwnLevel(Cascade):
         text = batch.tokens[0, len(PROMPT) : batch.end[0]].tolist()
         for t in range(count):
             before = text[: len(text) - count + t]
-            drafts.probs[t] = self.claimed(int(drafts.level[0, t]), before)
+            drafts.proposals[0][t] = self.claimed(int(drafts.level[0, t]), before)
         return drafts
 
 

@@ -4,18 +4,14 @@ The enumeration itself is shown to be lossless in tests/oracle/test_chain_exact.
 test_tree_exact.py, so equality with it is the proof for `vllm_hsd.rules`.
 """
 
-from fractions import Fraction
-
-import numpy as np
 import pytest
 import torch
 from oracle import exact, sequential
 from oracle.distributions import chain_distribution, tree_distribution
 from oracle.exact import ArgmaxOf, Table
-from oracle.trees import DRAWS, grow, top_k
+from oracle.trees import DRAWS, grow
 
 from vllm_hsd.rules import Tree
-from vllm_hsd.rules.residual import prefix_acceptance
 
 CHAIN, TREE = ("block", "standard"), ("traversal", "recursive_rejection")
 
@@ -38,8 +34,7 @@ def test_chain_distribution_equals_the_enumerated_one(method, one_hot, vocabular
     q = ArgmaxOf(q) if one_hot else q
     for x in q.joint(n):
         target, draft = p.rows(x, n + 1), q.rows(x, n)
-        drawn = None if one_hot else tensor(draft)
-        distribution = chain_distribution(tensor(target), drawn, torch.tensor(x), method=method)
+        distribution = chain_distribution(tensor(target), tensor(draft), x, method=method)
         expected = torch.zeros(n + 1, vocabulary, dtype=torch.float64)
         for place, weight in enumerated(method, target, draft, x).items():
             expected[place] = float(weight)
@@ -70,8 +65,7 @@ def test_tree_distribution_equals_the_enumerated_one(method, draw, vocabulary, w
     p, q = Table(vocabulary, 1), Table(vocabulary, 101)
     for root in trees(p, q, draw, widths)[:40]:
         tree, target, draft, paths = as_tensors(root)
-        drawn = None if draw is top_k else draft
-        distribution = tree_distribution(target, drawn, tree, method=method)
+        distribution = tree_distribution(target, draft, tree, method=method)
         expected = torch.zeros(len(tree) + 1, vocabulary, dtype=torch.float64)
         for tokens, weight in enumerated(method, root).items():
             expected[paths[tokens[:-1]] + 1, tokens[-1]] = float(weight)
@@ -86,18 +80,3 @@ def trees(p, q, draw, widths) -> list[sequential.Node]:
         done.append(grow(p, q, draw, widths, choices))
         todo += choices.others
     return done
-
-
-@pytest.mark.parametrize("method", CHAIN)
-def test_prefix_acceptance_gives_the_mean_accepted_length(method):
-    """1 + sum_t E[prefix acceptance of t] is the mean number of emitted tokens."""
-    p, q, n = Table(3, 1), Table(3, 101), 3
-    mean, expected = 0.0, Fraction(0)
-    for x, weight in q.joint(n).items():
-        target, draft = p.rows(x, n + 1), q.rows(x, n)
-        rho = [float(sequential.ratio(*row)) for row in zip(target[:n], draft, x, strict=True)]
-        a = prefix_acceptance(np.array(rho), method=method)
-        mean += float(weight) * (1 + float((a.cumprod() if method == "standard" else a).sum()))
-        outcomes = enumerated(method, target, draft, x)
-        expected += weight * sum((tau + 1) * part for (tau, _), part in outcomes.items())
-    assert mean == pytest.approx(float(expected), abs=1e-12)

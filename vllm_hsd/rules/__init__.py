@@ -1,6 +1,6 @@
 """Lossless verification of drafts, as pure functions on tensors."""
 
-from vllm_hsd.rules.chain import VerifyResult, verify_chain
+from vllm_hsd.rules.chain import verify_chain
 from vllm_hsd.rules.tree import Tree, draw_iid, draw_without_replacement, verify_tree
 
 # The longest draft that the kernels verify, in tokens.
@@ -12,7 +12,6 @@ __all__ = [
     "MAX_KERNEL_DRAFT",
     "MAX_KERNEL_NODES",
     "Tree",
-    "VerifyResult",
     "draw_iid",
     "draw_without_replacement",
     "verify_chain",

@@ -1,16 +1,33 @@
 """The faults of `make gpu-proof`, on tables, with the host's verifier in place of the kernels."""
 
-import numpy as np
 import pytest
 import torch
 from support.marks import slow
 
 from benchmarks.gpu import pit
 from benchmarks.gpu.faults import FAULTS, Step
-from vllm_hsd.rules.chain import verify_batch
-from vllm_hsd.rules.inputs import ChainBatch
 
 VOCABULARY, BATCH, LENGTH, K = 64, 256, 256, 5
+
+
+def block_verification(
+    p: torch.Tensor, q: torch.Tensor, x: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepted tokens [B] of drafts [B, K] and the next ones [B, 1]; `rules.chain` for a batch."""
+    rho = p[:, :-1].gather(2, x[..., None]) / q.gather(2, x[..., None])
+    a = torch.ones_like(p[..., :1])
+    for t in range(x.shape[1]):
+        a[:, t + 1] = (a[:, t] * rho[:, t]).clamp_max(1)
+    rest = torch.cat(((a[:, :-1] * p[:, :-1] - q).clamp_min(0), p[:, -1:]), 1)
+    mass = rest.sum(-1, keepdim=True)
+    h = torch.where(a >= 1, 1.0, mass / (mass + 1 - a))
+    h[:, -1], rest = a[:, -1], torch.where(mass > 0, rest, p)
+    succeeds = uniforms[:, 1:] < h[:, 1:, 0]
+    places = torch.arange(1, x.shape[1] + 1)
+    accepted = torch.where(succeeds, places, 0).amax(1)
+    cumulative = rest[torch.arange(len(x)), accepted].cumsum(1)
+    goal = uniforms[:, :1] * cumulative[:, -1:]
+    return accepted, torch.searchsorted(cumulative, goal, right=True).clamp_max(p.shape[2] - 1)
 
 
 def p_value(fault: str | None, seed: int) -> float:
@@ -33,16 +50,12 @@ def p_value(fault: str | None, seed: int) -> float:
         step = Step(target[fed], lse, drafts, drawn, fed, ends, g)
         if before:
             before(step)
-        batch = ChainBatch.flat(
-            step.logits.double().softmax(-1).flatten(0, 1),
-            (rows - step.lse[..., None]).double().exp().flatten(0, 1),
-            drafts.flatten().numpy(),
-            np.full(BATCH, K),
-        )
-        uniforms = torch.rand(BATCH * (K + 1), dtype=torch.float64, generator=g).numpy()
-        token_ids, accepted = verify_batch(batch, "block", uniforms)
-        step.token_ids = torch.from_numpy(token_ids)
-        step.num_emitted = torch.from_numpy(accepted + 1)
+        target_probs = step.logits.double().softmax(-1)
+        draft_probs = (rows - step.lse[..., None]).double().exp()
+        uniforms = torch.rand(BATCH, K + 1, dtype=torch.float64, generator=g)
+        accepted, last = block_verification(target_probs, draft_probs, drafts, uniforms)
+        step.token_ids = torch.cat((drafts, drafts[:, :1]), 1).scatter(1, accepted[:, None], last)
+        step.num_emitted = accepted + 1
         if after:
             after(step)
         emitted = torch.where(ends <= LENGTH, step.num_emitted, 0)

@@ -33,8 +33,8 @@ def test_rows_of_the_first_draw_are_caught():
     """Siblings drawn without replacement that all claim the full row."""
     draw = trees.draw_without_replacement
 
-    def with_full_rows(row, k, generator):
-        tokens, rows = draw(row, k, generator)
+    def with_full_rows(row, uniforms):
+        tokens, rows = draw(row, uniforms)
         return tokens, rows[:1].expand_as(rows)
 
     tree = TreeOptions((2,), "without_replacement")

@@ -18,8 +18,7 @@ import torch
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions, StepLevels
 from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
-from vllm_hsd.rules.chain import verify_batch, verify_greedy
-from vllm_hsd.rules.residual import CDF
+from vllm_hsd.rules.residual import draw
 from vllm_hsd.tools.lookup_level import UNLIMITED, LookupLevel
 from vllm_hsd.tools.reference.batch import DraftBatch, Level
 from vllm_hsd.tools.reference.drafts import DraftStore
@@ -243,8 +242,8 @@ class Cascade:
         if forward.probs is None or uniforms is None:
             token_ids = forward.logits.argmax(-1).cpu().numpy()
         else:
-            drawn = torch.from_numpy(uniforms).to(forward.probs.device)
-            token_ids = CDF(forward.probs).draw(drawn).cpu().numpy()
+            pairs = zip(forward.probs, uniforms, strict=True)
+            token_ids = np.array([draw(row, u) for row, u in pairs])
         batch.tokens[slots, batch.end[slots]] = token_ids
         batch.end[slots] += 1
         order, drafts = np.arange(len(slots)), self.drafts[level]
@@ -286,13 +285,16 @@ class Cascade:
         """
         counts = below.counts[slots]
         forward = self._forward(batch, level, slots, counts + 1)
-        if forward.probs is None:
-            chain = below.chain_batch(slots, forward.logits)
-            token_ids, accepted = verify_greedy(chain, forward.logits.argmax(-1).cpu().numpy())
-        else:
-            chain = below.chain_batch(slots, forward.probs)
-            uniforms = batch.uniforms(slots, counts + 1, level)
-            token_ids, accepted = verify_batch(chain, self.options[level].verifier, uniforms)
+        rows, uniforms = forward.logits, None
+        if forward.probs is not None:
+            rows, uniforms = forward.probs, batch.uniforms(slots, counts + 1, level)
+        first, accepted = ragged_starts(counts + 1), np.zeros_like(counts)
+        token_ids = np.full((len(slots), int(counts.max()) + 1), -1, dtype=np.int64)
+        for i, slot in enumerate(slots.tolist()):
+            own = slice(first[i], first[i] + counts[i] + 1)
+            drawn = None if uniforms is None else uniforms[own].tolist()
+            found, accepted[i] = below.verify(slot, rows[own], drawn, self.options[level].verifier)
+            token_ids[i, : len(found)] = found
         start = batch.end[slots] - counts
         is_eos = (token_ids == batch.eos[slots][:, None]) & (token_ids >= 0)
         ended: np.ndarray = is_eos.any(1)
@@ -303,7 +305,7 @@ class Cascade:
         # What was computed from the last token on belongs to rejected tokens.
         cached = batch.cached[: level + 1, slots]
         batch.cached[: level + 1, slots] = np.minimum(cached, start + last)
-        first, drafts = ragged_starts(counts + 1), self.drafts[level]
+        drafts = self.drafts[level]
         drafts.append(slots, token_ids, emitted, forward.probs, first, level, forward.entropy)
         # Ignore the entropy of rejected positions.
         owners, offsets = ragged_arange(counts + 1)

@@ -1,19 +1,19 @@
-"""Preallocated drafts, one slot per request, with their proposal probabilities."""
+"""Drafts of a level, one slot per request, with what their tokens were drawn from."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from vllm_hsd.cascade.ragged import ragged_arange, ragged_starts
-from vllm_hsd.rules.inputs import ChainBatch
+from vllm_hsd.cascade.ragged import ragged_arange
+from vllm_hsd.rules.chain import verify_chain
+from vllm_hsd.rules.residual import point_masses
 
 
 class DraftStore:
     """The drafts of one level.
-
-    Probabilities are in one `[num_slots, length, V]` array that the first `append` with some
-    allocates; slots that are never written take no memory on a CPU.
 
     Args:
         num_slots: requests that can have a draft at the same time.
@@ -22,23 +22,23 @@ class DraftStore:
     Attributes:
         token_ids: [num_slots, length] int64; slot s owns the first counts[s].
         counts: [num_slots] int64.
-        point_mass: [num_slots, length] bool, the token was certain: it has no probabilities.
         level: [num_slots, length] int64, the level that drafted the token.
         entropy: [num_slots, length] float64 nats, NaN where it was not needed.
-        probs: [num_slots * length, V] proposal probabilities, None before the first.
+        proposals: by slot, the row [V] that each token was drawn from; None for a point mass.
     """
 
     def __init__(self, num_slots: int, length: int) -> None:
         self.length = length
         self.token_ids = np.zeros((num_slots, length), dtype=np.int64)
         self.counts = np.zeros(num_slots, dtype=np.int64)
-        self.point_mass = np.zeros((num_slots, length), dtype=bool)
         self.level = np.zeros((num_slots, length), dtype=np.int64)
         self.entropy = np.full((num_slots, length), np.nan)
-        self.probs: torch.Tensor | None = None
+        self.proposals: list[list[torch.Tensor | None]] = [[] for _ in range(num_slots)]
 
-    def clear(self, slots: np.ndarray | int) -> None:
+    def clear(self, slots: np.ndarray) -> None:
         self.counts[slots] = 0
+        for slot in slots.tolist():
+            self.proposals[slot] = []
 
     def append(
         self,
@@ -64,14 +64,13 @@ class DraftStore:
         """
         owners, offsets = ragged_arange(emitted)
         place = (slots[owners], self.counts[slots][owners] + offsets)
-        rows = first_row[owners] + offsets
         self.token_ids[place] = token_ids[owners, offsets]
         self.level[place] = level
-        self.entropy[place] = entropy[rows]
-        self.point_mass[place] = probs is None
+        self.entropy[place] = entropy[first_row[owners] + offsets]
         self.counts[slots] += emitted
-        if probs is not None:
-            self._write(place, probs, rows)
+        for slot, first, count in zip(slots.tolist(), first_row, emitted, strict=True):
+            own = [None] * count if probs is None else probs[first : first + count]
+            self.proposals[slot] += own
 
     def extend(self, other: DraftStore, slots: np.ndarray) -> None:
         """Append the drafts of another store for the same slots."""
@@ -82,45 +81,30 @@ class DraftStore:
             (self.token_ids, other.token_ids),
             (self.level, other.level),
             (self.entropy, other.entropy),
-            (self.point_mass, other.point_mass),
         ):
             mine[place] = theirs[source]
         self.counts[slots] += other.counts[slots]
-        drawn = ~other.point_mass[source]
-        if other.probs is not None and drawn.any():
-            rows = (source[0] * other.length + source[1])[drawn]
-            self._write((place[0][drawn], place[1][drawn]), other.probs, rows)
+        for slot in slots.tolist():
+            self.proposals[slot] += other.proposals[slot]
 
-    def rows(self, slots: np.ndarray, width: int) -> np.ndarray:
-        """[n, width] int64 rows of `probs` of the first tokens, -1 where the token was certain."""
-        rows = slots[:, None] * self.length + np.arange(width)
-        return np.where(self.point_mass[slots, :width], -1, rows)
-
-    def chain_batch(self, slots: np.ndarray, probs: torch.Tensor) -> ChainBatch:
-        """The drafts in slots, [batch] int64, to be verified where they are.
+    def verify(
+        self, slot: int, rows: torch.Tensor, uniforms: Sequence[float] | None, method: str
+    ) -> tuple[list[int], int]:
+        """As `rules.chain.verify_chain`, of the draft in a slot.
 
         Args:
-            probs: [sum(lengths + 1), V] target probabilities or logits, request after request; the
-                last row of each also stands for all later positions.
+            rows: [n + 1, V] of the verifier; logits where there are no uniforms.
+            uniforms: n + 1; None to accept what is the argmax.
+            method: "block" or "standard".
         """
-        lengths = self.counts[slots]
-        width = int(lengths.max(initial=0))
-        positions = np.minimum(np.arange(width + 1), lengths[:, None])
-        return ChainBatch(
-            target_probs=probs,
-            target_rows=ragged_starts(lengths + 1)[:, None] + positions,
-            draft_probs=self.probs,
-            draft_rows=self.rows(slots, width),
-            tokens=self.token_ids[slots, :width],
-            lengths=lengths,
-        )
-
-    def _write(
-        self, place: tuple[np.ndarray, np.ndarray], probs: torch.Tensor, rows: np.ndarray
-    ) -> None:
-        if self.probs is None:
-            self.probs = probs.new_empty(self.token_ids.size, probs.shape[1])
-        if not np.array_equal(rows, np.arange(len(probs))):
-            probs = probs.index_select(0, torch.from_numpy(rows).to(probs.device))
-        index = torch.from_numpy(place[0] * self.length + place[1])
-        self.probs.index_copy_(0, index.to(probs.device), probs)
+        drafted = self.token_ids[slot, : self.counts[slot]]
+        token_ids = drafted.tolist()
+        if uniforms is None:
+            best = rows.argmax(-1).tolist()
+            accepted = next((t for t, x in enumerate(token_ids) if x != best[t]), len(token_ids))
+            return [*token_ids[:accepted], best[accepted]], accepted
+        proposals = point_masses(torch.from_numpy(drafted), rows.shape[1])
+        for own, proposal in zip(proposals, self.proposals[slot], strict=True):
+            if proposal is not None:
+                own.copy_(proposal)
+        return verify_chain(rows, proposals, token_ids, uniforms, method=method)

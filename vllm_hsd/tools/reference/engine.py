@@ -17,8 +17,6 @@ import torch
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.rules import verify_tree
-from vllm_hsd.rules.chain import verify_batch, verify_greedy
-from vllm_hsd.rules.residual import is_normalized
 from vllm_hsd.tools.lookup_level import LookupLevel
 from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.cascade import Cascade
@@ -168,25 +166,18 @@ class ReferenceEngine:
         drafts = DraftStore(1, 0)
         if self.cascade is not None:
             drafts = self.cascade.propose(request.draft_batch(), ONLY, np.array([most]))
-        counts = drafts.counts[ONLY]
-        count = int(counts[0])
-        path = drafts.token_ids[0, :count]
-        model = len(self.levels)
-        logits = request.logits_along(self.target, model, path.tolist())
-        probs = logits if request.greedy else request.probs(logits, model)
-        chain = drafts.chain_batch(ONLY, probs)
-        if request.greedy:
-            token_ids, accepted = verify_greedy(chain, logits.argmax(-1).cpu().numpy())
-        else:
-            uniforms = request.uniforms(ONLY, counts + 1, model)
-            target_ok = is_normalized(chain.target_probs)
-            token_ids, accepted = verify_batch(chain, self.verifier, uniforms, target_ok=target_ok)
+        count, model = int(drafts.counts[0]), len(self.levels)
+        path = drafts.token_ids[0, :count].tolist()
+        logits = request.logits_along(self.target, model, path)
+        rows, uniforms = logits, None
+        if not request.greedy:
+            rows, uniforms = request.probs(logits, model), request.draw(count + 1, model)
+        emitted, accepted = drafts.verify(0, rows, uniforms, self.verifier)
         if self.cascade is not None and count:
-            self.cascade.record_acceptance(ONLY, accepted, request.thresholds)
+            self.cascade.record_acceptance(ONLY, np.array([accepted]), request.thresholds)
             # What levels computed of a draft is of no use after another one.
             request.cached[:-1] = np.minimum(request.cached[:-1], request.length + accepted)
-        emitted = [token for token in token_ids[0].tolist() if token >= 0]
-        return count, int(accepted[0]), emitted
+        return count, accepted, emitted
 
     def _tree_step(
         self, request: Request, most: int, drafter: Level, options: TreeOptions
@@ -194,14 +185,12 @@ class ReferenceEngine:
         """(nodes, accepted ones, tokens of one target call)."""
         draft = grow(drafter, options, request, most)
         logits = target_logits(self.target, 1, draft, request)
+        uniforms = request.draw(len(draft.tree) + 1, 1)
+        rows = request.probs(logits, 1)
         emitted, path = verify_tree(
-            logits if request.greedy else request.probs(logits, 1),
-            draft.probs,
-            draft.tree,
-            method="greedy" if request.greedy else options.verifier,
-            generator=request.generator,
+            rows, draft.probs, draft.tree, uniforms, method=options.verifier
         )
         # Columns drafted, accepted, rounds, forwards.
         gained = len(draft.tree), len(path), len(draft.tree) > 0, draft.forwards
         self.counts.rows[0, : Count.forwards + 1] += gained
-        return len(draft.tree), len(path), emitted.tolist()
+        return len(draft.tree), len(path), emitted

@@ -51,7 +51,6 @@ class Request:
         if not self.greedy:
             self.warpers = [_warpers(temperature * s, top_k, top_p) for s in temperature_scales]
         self.seed, self.draws = seed, 0
-        self.generator = torch.Generator().manual_seed(seed)
         self.thresholds = EntropyThresholds.fresh(len(temperature_scales) - 1, 1)
 
     def probs(self, logits: torch.Tensor, model: int) -> torch.Tensor:
@@ -64,11 +63,15 @@ class Request:
         return scores.softmax(-1)
 
     def uniforms(self, requests: np.ndarray, counts: np.ndarray, model: int) -> np.ndarray:
-        """[sum(counts)] float64 uniforms; one counter for all models, which only increases."""
-        count = int(counts.sum())
+        """[sum(counts)] float64, see `draw`."""
+        return np.array(self.draw(int(counts.sum()), model))
+
+    def draw(self, count: int, model: int) -> list[float]:
+        """Uniforms; one counter for all models, which only increases."""
         draws = np.arange(self.draws, self.draws + count)
         self.draws += count
-        return host_uniforms(np.array(self.seed), np.array(model), draws)
+        found: list[float] = host_uniforms(np.array(self.seed), np.array(model), draws).tolist()
+        return found
 
     def draft_batch(self) -> DraftBatch:
         return DraftBatch(

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from vllm_hsd.rules import Tree, draw_iid, draw_without_replacement
+from vllm_hsd.rules.residual import point_masses
 from vllm_hsd.rules.tree import ROOT
 from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.request import Request
@@ -54,13 +55,13 @@ class DraftTree:
 
     Attributes:
         paths: for every node the tokens from the root to it.
-        probs: [N, V], what each token was drawn from; None when all are point masses.
+        probs: [N, V], what each token was drawn from.
         forwards: forward passes of the drafter.
     """
 
     tree: Tree
     paths: list[tuple[int, ...]]
-    probs: torch.Tensor | None
+    probs: torch.Tensor
     forwards: int
 
 
@@ -82,11 +83,12 @@ def grow(drafter: Level, options: TreeOptions, request: Request, depth: int) -> 
                     children.append((len(parents), (*path, token)))
                 parents.append(parent)
                 paths.append((*path, token))
-                if drawn_from is not None:
-                    probs.append(drawn_from[i])
+                probs.append(drawn_from[i])
         generation = children
     tree = Tree(parents, [path[-1] for path in paths])
-    return DraftTree(tree, paths, torch.stack(probs) if probs else None, len(logits_after))
+    return DraftTree(
+        tree, paths, torch.stack(probs) if probs else torch.empty(0), len(logits_after)
+    )
 
 
 def target_logits(target: Level, model: int, draft: DraftTree, request: Request) -> torch.Tensor:
@@ -102,14 +104,12 @@ def target_logits(target: Level, model: int, draft: DraftTree, request: Request)
 
 def _siblings(
     logits: torch.Tensor, width: int, draw: str, request: Request
-) -> tuple[list[int], torch.Tensor | None]:
-    """Tokens in draw order and their proposals [k, V], None when they are point masses."""
+) -> tuple[list[int], torch.Tensor]:
+    """Tokens in draw order and their proposals [k, V]."""
     if draw == "top_k":
-        return logits[0].topk(min(width, logits.shape[1])).indices.tolist(), None
+        likeliest = logits[0].topk(min(width, logits.shape[1])).indices
+        return likeliest.tolist(), point_masses(likeliest, logits.shape[1])
     row = request.probs(logits, 0)[0]
     if draw == "iid":
-        tokens, probs = draw_iid(row, width, request.generator)
-    else:
-        width = min(width, int((row > 0).sum()))
-        tokens, probs = draw_without_replacement(row, width, request.generator)
-    return tokens.tolist(), probs
+        return draw_iid(row, request.draw(width, 0))
+    return draw_without_replacement(row, request.draw(min(width, int((row > 0).sum())), 0))
