@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from support.command_line import refused, run
+from support.command_line import run
 
 from vllm_hsd.config.cascade_config import CascadeConfig
 from vllm_hsd.tools.planner.latencies import Latencies, LatencyTable
@@ -123,16 +123,6 @@ def test_nothing_drafts_for_a_head(with_lookup):
     plan = Search(given, Constraints()).choose()
     every = [plan.best, plan.none, plan.single, *(found for _, found in plan.others)]
     assert {len(found.selection.levels) for found in every} == {0, 1}
-
-
-def test_plan_refuses_the_standard_rule_for_a_head_alone(tmp_path, capsys):
-    head, rates = candidate("eagle3", eagle3="models/head"), [[1, 0.8], [0.8, 1]]
-    given = make_profile([head], rates, table(1.0, 0.01), table(10.0, 0.05))
-    given.save(tmp_path / "profile.json")
-    arguments = "plan", tmp_path / "profile.json", "-o", tmp_path / "cascade.json"
-    assert run(*arguments) == 0
-    said = refused(capsys, *arguments, "--verifier", "standard")
-    assert "plan with --verifier block" in said
 
 
 def served(output):
