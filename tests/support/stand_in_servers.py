@@ -26,6 +26,9 @@ class Handler(BaseHTTPRequestHandler):
     wrong = 0.0
     owner = ""
     incremental = False
+    max_logprobs = 20
+    sends_token_ids = True
+    ends = b"data: [DONE]\n\n"
     # Numbers of unseeded answers by the last token of their prompt: the same texts in every run.
     unseeded: defaultdict[int, itertools.count]
 
@@ -43,13 +46,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        getattr(self, self.path.strip("/").replace("-", "_"))(body)
+        getattr(self, self.path.strip("/").replace("-", "_").replace("/", "_"))(body)
 
     def apply_template(self, body):
         self.answer({"prompt": "<user>" + body["messages"][0]["content"]})
 
     def tokenize(self, body):
-        text = body["content"] if self.owner == "llamacpp" else body["prompt"]
+        key = "content" if self.owner == "llamacpp" else "prompt"
+        text = body["messages"][0]["content"] if "messages" in body else body[key]
         assert isinstance(text, str)
         self.answer({"tokens": [len(text) % VOCABULARY, 3]})
 
@@ -69,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         start, wanted = body["logprob_start_len"], body["top_logprobs_num"]
         top: list = [None]
         own: list = [[None, prompt[start], None]]
-        for last, token in zip(prompt[start:], prompt[start + 1 :], strict=False):
+        for last, token in itertools.pairwise(prompt[start:]):
             every = dict(logprobs_after(last, VOCABULARY))
             top.append([[lp, each, None] for each, lp in logprobs_after(last, wanted)])
             own.append([every[token], token, None])
@@ -88,6 +92,26 @@ class Handler(BaseHTTPRequestHandler):
             return
         row = [{"id": i, "logprob": lp} for i, lp in logprobs_after(prompt[-1], body["n_probs"])]
         self.answer({"completion_probabilities": [{"id": row[0]["id"], "top_logprobs": row}]})
+
+    def v1_completions(self, body):
+        """vLLM's."""
+        body = {"top_p": 0.8, **body}  # as of a model's generation_config.json
+        prompt, wanted = body["prompt"], body.get("prompt_logprobs")
+        if body.get("stream"):
+            for new in self.steps(prompt[-1], body["max_tokens"], body, body.get("seed")):
+                self.event({"choices": [{"token_ids": new if self.sends_token_ids else None}]})
+            self.wfile.write(self.ends)
+        elif wanted > self.max_logprobs:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b"prompt_logprobs is above max_logprobs")
+        else:
+            rows: list = [None]
+            for last, token in itertools.pairwise(prompt):
+                every = logprobs_after(last, VOCABULARY)
+                kept = dict(every[:wanted]) | {token: dict(every)[token]}
+                rows.append({str(each): {"logprob": logprob} for each, logprob in kept.items()})
+            self.answer({"choices": [{"prompt_logprobs": rows}]})
 
     def steps(self, last: int, left: int, params: dict, seed: int | None) -> Iterator[list[int]]:
         number = (last, next(self.unseeded[last])) if seed is None else seed
@@ -120,47 +144,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(document).encode())
 
 
-class VllmHandler(Handler):
-    """vLLM's protocol."""
-
-    max_logprobs = 20
-    sends_token_ids = True
-    ends = b"data: [DONE]\n\n"
-
-    def do_POST(self):
-        # As of a model's generation_config.json.
-        defaults = {"top_p": 0.8}
-        body = defaults | json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
-            self.answer({"tokens": [len(text) % VOCABULARY, 3]})
-        elif body.get("stream"):
-            for new in self.steps(body["prompt"][-1], body["max_tokens"], body, body.get("seed")):
-                self.event({"choices": [{"token_ids": new if self.sends_token_ids else None}]})
-            self.wfile.write(self.ends)
-        elif body["prompt_logprobs"] > self.max_logprobs:
-            self.send_response(400)
-            self.end_headers()
-            self.wfile.write(b"prompt_logprobs is above max_logprobs")
-        else:
-            self.answer({"choices": [{"prompt_logprobs": likeliest(body)}]})
-
-
-def likeliest(body: dict) -> list:
-    """vLLM's `prompt_logprobs`."""
-    rows: list = [None]
-    for last, token in zip(body["prompt"], body["prompt"][1:], strict=False):
-        every = logprobs_after(last, VOCABULARY)
-        kept = dict(every[: body["prompt_logprobs"]]) | {token: dict(every)[token]}
-        rows.append({str(each): {"logprob": logprob} for each, logprob in kept.items()})
-    return rows
-
-
 def stand_in(owner: str, wrong: float = 0.0, **attributes) -> AbstractContextManager[str]:
     """URL of a server whose every token is the likeliest one, `wrong` of the time more than due."""
-    handler = VllmHandler if owner == "vllm" else Handler
     own = {"owner": owner, "wrong": wrong, "unseeded": defaultdict(itertools.count), **attributes}
-    return listening(type("Speaking", (handler,), own))
+    return listening(type("Speaking", (Handler,), own))
 
 
 @contextmanager

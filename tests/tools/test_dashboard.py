@@ -8,11 +8,11 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
-from support.stand_in_servers import listening
+from support.stand_in_servers import Handler, listening
 from vllm.v1.metrics import loggers
 from vllm.v1.spec_decode import metrics as spec_decode_metrics
 
@@ -58,7 +58,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there():
 def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
     started = time.monotonic()
 
-    class Growing(BaseHTTPRequestHandler):
+    class Growing(Handler):
         def do_GET(self):
             self.send_response(200)
             self.end_headers()
@@ -67,15 +67,12 @@ def test_prometheus_answers_what_the_dashboard_asks(tmp_path):
                 name, value = line.rsplit(" ", 1)
                 self.wfile.write(f"{name} {float(value) * factor}\n".encode())
 
-        def log_message(self, *args):
-            pass
-
     with listening(Growing) as url:
         scrape = f"static_configs: [{{targets: ['{url.removeprefix('http://')}']}}]"
         (tmp_path / "prometheus.yml").write_text(
             f"scrape_configs: [{{job_name: vllm, scrape_interval: 1s, {scrape}}}]"
         )
-        with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
+        with HTTPServer(("127.0.0.1", 0), Handler) as free:
             address = f"127.0.0.1:{free.server_port}"
         command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}"]
         command += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address={address}"]

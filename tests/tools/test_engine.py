@@ -82,23 +82,33 @@ def compiles_ahead(llm) -> bool:
 
 
 def test_one_engine_measures_generations_and_selects_levels(family):
-    levels = {"model": family.small, "num_tokens": 3}, {"model": family.mid}
-    config = cascade(*levels, num_speculative_tokens=6)
-    prompts = [[3, 4, 5], [7, 8, 9, 10]]
+    levels = [{"model": family.small, "num_tokens": 4}, {"model": family.mid}]
+    config = cascade({"suffix": {}, "num_tokens": 3}, *levels, num_speculative_tokens=6)
+    prompts, alone = [[3, 4, 5], [7, 8, 9, 10]], []
     with started({"model": family.target, **config}) as engine:
+        for _ in range(2):
+            engine.select_levels([0], [3])
+            alone.append(engine.generate(prompts[:1], {**GREEDY, "max_tokens": 24}))
+            engine.select_levels([0, 2], [3, 6])
+            engine.generate(prompts[:1], {**GREEDY, "max_tokens": 24})
+        engine.select_levels([1, 2], [3, 6])
         both = engine.generate(prompts, GREEDY)
-        engine.select_levels([1], [4])
+        engine.select_levels([2], [4])
         one = engine.generate(prompts, [GREEDY, {**GREEDY, "max_tokens": 5}])
-        engine.select_levels([0], [2])
+        engine.select_levels([1], [2])
         lowest = engine.generate(prompts, GREEDY)
-        engine.select_levels([0, 1], [3, 4])
+        engine.select_levels([1, 2], [3, 4])
         again = engine.generate(prompts, GREEDY)
         in_turn = engine.generate(prompts, GREEDY, max_concurrency=1)
-        with pytest.raises(UserError, match=r"engine failed: levels \[2\]"):
-            engine.select_levels([2], [4])
+        with pytest.raises(UserError, match=r"engine failed: levels \[3\]"):
+            engine.select_levels([3], [4])
         if current_platform.is_cpu():
             # Every start would compile again.
             assert not engine.call(compiles_ahead)
+    # A lookup forgets what it answered in an earlier selection: a request in the same slot would
+    # be served the text of the last one as drafts.
+    first, later = ((run.drafted, run.accepted, run.token_ids) for run in alone)
+    assert first == later and first[1] < 12
     assert [len(ids) for ids in both.token_ids] == [16, 16] and both.num_tokens == 32
     assert one.token_ids == [both.token_ids[0], both.token_ids[1][:5]]
     assert lowest.token_ids == again.token_ids == both.token_ids
@@ -106,31 +116,17 @@ def test_one_engine_measures_generations_and_selects_levels(family):
     # Each request's times begin with it.
     assert sum(in_turn.last_token_seconds) <= in_turn.seconds
     for run in (both, one, lowest, again):
-        for first, last in zip(run.first_token_seconds, run.last_token_seconds, strict=True):
-            assert 0 < first <= last <= run.seconds
+        for began, ended in zip(run.first_token_seconds, run.last_token_seconds, strict=True):
+            assert 0 < began <= ended <= run.seconds
         assert 2 <= run.num_target_steps <= run.num_tokens
         assert 0 < run.accepted <= run.drafted
-        top = run.levels[0 if run is lowest else 1]
+        top = run.levels[1 if run is lowest else 2]
         assert (top["drafted"], top["accepted"]) == (run.drafted, run.accepted)
-    drafted = [[level["drafted"] > 0 for level in run.levels] for run in (both, one, lowest, again)]
-    assert drafted == [[True, True], [False, True], [True, False], [True, True]]
-    assert one.levels[0]["forwards"] == lowest.levels[1]["forwards"] == 0
-    assert both.levels[1]["forwards"] > 0 < again.levels[0]["forwards"]
-
-
-def test_a_lookup_forgets_what_it_answered_in_an_earlier_selection(family):
-    """A request in the same slot would be served the text of the last one as drafts."""
-    levels = {"suffix": {}, "num_tokens": 3}, {"model": family.mid}
-    config = cascade(*levels, num_speculative_tokens=6)
-    greedy, found = {**GREEDY, "max_tokens": 24}, []
-    with started({"model": family.target, **config}) as engine:
-        for _ in range(2):
-            engine.select_levels([0], [3])
-            found.append(engine.generate([[3, 4, 5]], greedy))
-            engine.select_levels([0, 1], [3, 6])
-            engine.generate([[3, 4, 5]], greedy)
-    first, again = ((run.drafted, run.accepted, run.token_ids) for run in found)
-    assert first == again and first[1] < 12
+    runs = both, one, lowest, again
+    drafting = [[i for i, level in enumerate(run.levels) if level["drafted"]] for run in runs]
+    assert drafting == [[1, 2], [2], [1], [1, 2]]
+    assert one.levels[1]["forwards"] == lowest.levels[2]["forwards"] == 0
+    assert both.levels[2]["forwards"] > 0 < again.levels[1]["forwards"]
 
 
 @pytest.mark.parametrize("start", [forked, *slow(dict)], ids=["forked", "spawned"])

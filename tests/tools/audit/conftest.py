@@ -3,13 +3,12 @@
 import functools
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from support import command_line
 from support.engines import ENGINE_DEFAULTS, forked, prepare
 
 from vllm_hsd.tools.cli import bench, verify_runs
-from vllm_hsd.tools.cli import main as cli
 from vllm_hsd.tools.engine import EngineProcess
 from vllm_hsd.tools.worker_process import WorkerProcess
 
@@ -18,41 +17,34 @@ ENGINE_ARGS = json.dumps({key: ENGINE_DEFAULTS[key] for key in KEPT})
 
 
 @pytest.fixture
-def verify(monkeypatch, tmp_path) -> Callable[..., tuple[int, dict]]:
-    """(exit status, verify.json) of the command for (model, speculative configuration, *options).
+def judged(tmp_path) -> Callable[..., tuple[int, dict]]:
+    """(exit status, verify.json if it is written) of the command with arguments."""
+    always = "verify", "--dtype", "float32", "--workload", "steady", "--output", tmp_path
 
-    Its processes have vLLM imported; a user's are spawned. `patch` is called in each of them.
-    """
-    patches: list[str | None] = [None]
-
-    def engine_process(*args, environment=None, **options):
-        prepared = functools.partial(prepare, patches[-1])
-        return EngineProcess(*args, **options, prepare=prepared, **forked(dict(environment or {})))
-
-    monkeypatch.setattr(verify_runs, "EngineProcess", engine_process)
-    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
-
-    def run(model, config, *options, temperatures="1", tokens=2048, patch=None) -> tuple[int, dict]:
-        patches.append(patch)
-        arguments = ["verify", "--model", model, "--speculative-config", json.dumps(config)]
-        arguments += ["--dtype", "float32", "--engine-args", ENGINE_ARGS]
-        arguments += ["--temperatures", temperatures, "--tokens", str(tokens)]
-        arguments += ["--workload", "steady", "--output", str(tmp_path)]
-        status = cli.main([*arguments, *options])
-        return status, json.loads(Path(tmp_path, "verify.json").read_text())
+    def run(*arguments) -> tuple[int, dict]:
+        status, written = command_line.run(*always, *arguments), tmp_path / "verify.json"
+        return status, json.loads(written.read_text()) if written.exists() else {}
 
     return run
 
 
 @pytest.fixture
-def judged(tmp_path) -> Callable[..., tuple[int, dict]]:
-    """(exit status, verify.json) of the command for (URL, URL without speculation, *options)."""
+def verify(monkeypatch, judged) -> Callable[..., tuple[int, dict]]:
+    """The same for (model, speculative configuration, *options).
 
-    def run(url: str, plain_url: str, *options: str) -> tuple[int, dict]:
-        arguments = ["verify", "--url", url, "--plain-url", plain_url, "--dtype", "float32"]
-        arguments += ["--workload", "steady", "--output", str(tmp_path)]
-        status, written = cli.main([*arguments, *options]), tmp_path / "verify.json"
-        return status, json.loads(written.read_text()) if written.exists() else {}
+    Its processes have vLLM imported; a user's are spawned. `patch` is called in each of them.
+    """
+    monkeypatch.setattr(bench, "WorkerProcess", functools.partial(WorkerProcess, **forked()))
+
+    def run(model, config, *options, temperatures="1", tokens=2048, patch=None) -> tuple[int, dict]:
+        def engine_process(*args, environment=None, **options):
+            options["prepare"] = functools.partial(prepare, patch)
+            return EngineProcess(*args, **options, **forked(dict(environment or {})))
+
+        monkeypatch.setattr(verify_runs, "EngineProcess", engine_process)
+        arguments = ["--model", model, "--speculative-config", json.dumps(config)]
+        arguments += ["--engine-args", ENGINE_ARGS]
+        return judged(*arguments, "--temperatures", temperatures, "--tokens", tokens, *options)
 
     return run
 
@@ -62,7 +54,7 @@ def error(tmp_path, capsys) -> Callable[..., str]:
     """What the command says at last of arguments that it refuses."""
 
     def said(*arguments: str) -> str:
-        assert cli.main(["verify", *arguments, "--output", str(tmp_path)]) == 2
+        assert command_line.run("verify", "--output", tmp_path, *arguments) == 2
         return capsys.readouterr().err.splitlines()[-1]
 
     return said

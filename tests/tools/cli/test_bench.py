@@ -2,14 +2,14 @@
 
 import csv
 import dataclasses
-import functools
 import html
 import json
 import re
 from collections import Counter
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from support.bench_check import SETUP, check_bench, make_comparison
@@ -70,31 +70,7 @@ def test_of_what_an_output_directory_holds_only_our_own_is_removed(tmp_path):
 
 
 class FakeEngines(AbstractContextManager):
-    """Engines that answer at once."""
-
-    latest: ClassVar[Any] = None
-
-    def __init__(self, comparison, setup):
-        self.stay_loaded = True
-        self.cores = [1]
-        parts = sum(len(comparison.prompt_batches(size)) for size in comparison.batch_sizes)
-        self.jobs_per_round = parts * len(comparison.temperatures)
-        self.answered: Counter[int] = Counter()
-        self.closed: list[int | None] = []
-        FakeEngines.latest = self
-
-    def get(self, index):
-        return FakeEngine(index, self)
-
-    def close(self, index=None):
-        self.closed.append(index)
-
-    def __exit__(self, *exception):
-        self.close()
-
-
-class FakeEngine:
-    """Takes SECONDS per prompt and round, can break in a round, and can answer wrongly."""
+    """Engines that take SECONDS per prompt and round, can break in a round, or answer wrongly."""
 
     SECONDS: ClassVar = ((4.0, 4.0, 8.0), (4.0, 2.0, 2.0), (1.0, 1.0, 1.0))
     STEP_LENGTHS: ClassVar = ([1, 1, 1, 1, 1], [1, 2, 2], [1, 4])
@@ -111,35 +87,48 @@ class FakeEngine:
     broken_in_round: ClassVar[dict[int, int]] = {}
     wrong: ClassVar[set[int]] = set()
     gap: ClassVar[float] = 0.0
+    closed: ClassVar[list[int | None]] = []
+    stay_loaded, cores = True, (1,)
 
-    def __init__(self, index, engines):
-        self.index, self.engines = index, engines
+    def __init__(self, comparison, setup):
+        parts = sum(len(comparison.prompt_batches(size)) for size in comparison.batch_sizes)
+        self.jobs_per_round = parts * len(comparison.temperatures)
+        self.answered: Counter[int] = Counter()
 
-    def call(self, function, places=()):
-        assert function is greedy.gaps_of_target and self.index == 0
+    def get(self, index):
+        methods = {"call": self.call, "generate": self.generate}
+        return SimpleNamespace(**{key: partial(each, index) for key, each in methods.items()})
+
+    def close(self, index=None):
+        self.closed.append(index)
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def call(self, index, function, places=()):
+        assert function is greedy.gaps_of_target and index == 0
         return [self.gap] * len(places)
 
-    def generate(self, prompts, sampling_params):
-        round_ = self.engines.answered[self.index] // self.engines.jobs_per_round
-        self.engines.answered[self.index] += 1
-        if self.broken_in_round.get(self.index) == round_:
+    def generate(self, index, prompts, sampling_params):
+        round_ = self.answered[index] // self.jobs_per_round
+        self.answered[index] += 1
+        if self.broken_in_round.get(index) == round_:
             raise UserError("'x' ended early with signal SIGKILL.")
-        count, lengths = len(prompts), self.STEP_LENGTHS[self.index]
-        seconds = self.SECONDS[self.index][round_] * count
+        count, lengths = len(prompts), self.STEP_LENGTHS[index]
+        seconds = self.SECONDS[index][round_] * count
         tokens = [[7, 7, 7, 7, 7] for _ in prompts]
-        if self.index in self.wrong:
+        if index in self.wrong:
             tokens[-1] = [7, 7, 7, 7, 8]
         return Generation(
             tokens, ["text"] * count, seconds, seconds, [0.5] * count, [2.5] * count,
-            [len(lengths)] * count, step_lengths=[lengths] * count, **self.DRAFTS[self.index],
+            [len(lengths)] * count, step_lengths=[lengths] * count, **self.DRAFTS[index],
         )  # fmt: skip
 
 
 @pytest.fixture
 def fakes(monkeypatch):
     monkeypatch.setattr(bench_runs, "Engines", FakeEngines)
-    monkeypatch.setattr(FakeEngine, "broken_in_round", {})
-    monkeypatch.setattr(FakeEngine, "wrong", set())
+    monkeypatch.setattr(FakeEngines, "closed", [])
 
 
 def measured(comparison, dtype="float32"):
@@ -207,8 +196,8 @@ def test_rows_hold_the_figures(fakes, tmp_path, capsys):
 def test_a_greedy_difference_is_a_failure_but_for_near_ties_in_bfloat16(
     fakes, tmp_path, monkeypatch, dtype, gap, explained, said
 ):
-    FakeEngine.wrong = {2}
-    monkeypatch.setattr(FakeEngine, "gap", gap)
+    monkeypatch.setattr(FakeEngines, "wrong", {2})
+    monkeypatch.setattr(FakeEngines, "gap", gap)
     results, rows = measured(three_rounds(tmp_path, batch_sizes=[2]), dtype)
     first = results.differences[0]
     assert (first.context, first.expected, first.found) == ((3, 7, 7, 7, 7), 7, 8)
@@ -219,15 +208,15 @@ def test_a_greedy_difference_is_a_failure_but_for_near_ties_in_bfloat16(
     assert ("nearly tie" in table) is explained and said in table
 
 
-def test_what_could_not_run_has_no_numbers(fakes, tmp_path, capsys):
-    FakeEngine.broken_in_round = {1: 2}
+def test_what_could_not_run_has_no_numbers(fakes, tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeEngines, "broken_in_round", {1: 2})
     results, rows = measured(three_rounds(tmp_path))
     broken = [row for row in rows if row["name"] == "ngram 4"]
     assert len(broken) == 4
     for row in broken:
         assert row["error"] == "'x' ended early with signal SIGKILL."
         assert all(row[key] is None for key in KEYS[5:])
-    assert FakeEngines.latest.closed == [1, None]
+    assert FakeEngines.closed == [1, None]
     table = rendered(bench_report.report(results, rows)).export_text()
     assert table.count("ngram 4") == table.count("could not run: 'x' ended early") == 4
     bench_files.write(results, rows)
@@ -287,12 +276,12 @@ def test_what_a_prompt_asks_for_reaches_the_engines_that_know_it(tmp_path):
 def test_gaps_below_a_grammar_are_those_of_two_tokens(fakes, tmp_path, monkeypatch):
     asked = []
 
-    def call(self, function, places=(), **options):
+    def call(self, index, function, places=(), **options):
         asked.append(options)
         return [0.1] * len(places)
 
-    monkeypatch.setattr(FakeEngine, "call", call)
-    FakeEngine.wrong = {2}
+    monkeypatch.setattr(FakeEngines, "call", call)
+    monkeypatch.setattr(FakeEngines, "wrong", {2})
     sampling = [{}, {"structured_outputs": {"json": {}}}]
     comparison = three_rounds(tmp_path, sampling=sampling, batch_sizes=[1])
     results, _ = measured(comparison, "bfloat16")
@@ -339,7 +328,7 @@ def test_a_share_of_the_host_s_memory_is_for_one_engine_alone(tmp_path):
 def forks(monkeypatch) -> None:
     """The command's processes, which a user's machine spawns, have vLLM imported."""
     for module, cls in ((bench, WorkerProcess), (bench_runs, EngineProcess)):
-        monkeypatch.setattr(module, cls.__name__, functools.partial(cls, **forked()))
+        monkeypatch.setattr(module, cls.__name__, partial(cls, **forked()))
 
 
 def test_a_bad_configuration_ends_bench_before_it_measures(forks, text_family, tmp_path, capsys):

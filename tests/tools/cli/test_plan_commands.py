@@ -50,8 +50,9 @@ def test_plans_of_several_batch_sizes_write_all_or_nothing(tmp_path, capsys, mon
     with_tables(found).save("p.json")
     before = {path: path.read_bytes() for path in cascades}
     said = refused(capsys, "plan", "p.json", *sizes, "--verifier", "standard")
-    assert "--verifier standard: " in said and "by block verification" in said
+    assert "--verifier standard: " in said and "by block verification: plan with --verif" in said
     assert {path: path.read_bytes() for path in cascades} == before
+    assert run("plan", "p.json", *sizes) == 0
 
 
 def test_a_plan_for_a_large_batch_drafts_for_it(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """EAGLE-3 heads in a profile: their chances where a draft began, and served cascades predicted."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from vllm_hsd.tools.planner.survival import Acceptance
 from vllm_hsd.tools.planner.task import Task, candidates
 
 HEAD, MID, TARGET = range(3)
+chances = partial(probabilities, Sampling())
 # Where all distributions are flat, a head of seconds is right often enough.
 WARM = 2.0
 
@@ -38,10 +40,6 @@ def head(text_family, tmp_path_factory):
 @pytest.fixture(scope="module")
 def models(text_family, head):
     return ModelSet(text_family.target, candidates(models=[text_family.mid], eagle3=head))
-
-
-def chances(logits):
-    return probabilities(Sampling(), logits)
 
 
 def test_every_start_of_a_draft_has_its_own_chances(models, text_family):

@@ -1,7 +1,10 @@
 """Predicted latency against cascades that run on counted time, and against closed forms."""
 
+from itertools import product
+
 import numpy as np
 import pytest
+from support.marks import slow_but
 from support.simulated_serving import Drafter, Guess, Serving
 
 from benchmarks.paper_tables import closed_forms, paper_instance
@@ -101,14 +104,7 @@ def of_serving():
 FAST = {*((name, 3) for name in CASCADES), ("two models", 8), ("a lookup below a model", 1)}
 
 
-@pytest.mark.parametrize(
-    ("name", "batch"),
-    [
-        pytest.param(name, batch, marks=[] if (name, batch) in FAST else pytest.mark.slow)
-        for name in CASCADES
-        for batch in (1, 3, 8)
-    ],
-)
+@pytest.mark.parametrize(("name", "batch"), slow_but(FAST, [*product(CASCADES, (1, 3, 8))]))
 def test_the_prediction_is_the_mean_of_cascades_that_run(name, batch, of_serving):
     """A batch waits for its slowest request: its levels are called more often."""
     selection = CASCADES[name]

@@ -17,11 +17,6 @@ def flat(ms):
     return {"batch_sizes": [1], "tokens": [1], "ms": [[ms]]}
 
 
-def load(directory, content):
-    (directory / "profile.json").write_text(json.dumps(content))
-    return profile.load_profile(directory / "profile.json")
-
-
 def test_a_disturbed_machine_is_told():
     raw = plain_profile()
     quiet = with_tables(raw)
@@ -119,8 +114,9 @@ def test_files_that_cannot_be_planned_with(tmp_path, path, value, message):
     raw = plain_profile()
     *way, last = (int(key) if key.isdigit() else key for key in path.split("."))
     reduce(getitem, way, raw)[last] = value
+    (tmp_path / "profile.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=message) as error:
-        load(tmp_path, raw)
+        profile.load_profile(tmp_path / "profile.json")
     text = str(error.value)
     assert text.startswith("profile") and text.endswith(".") and "\n" not in text
     assert len(text) < 500

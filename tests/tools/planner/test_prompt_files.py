@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from vllm_hsd.errors import UserError
+from vllm_hsd.tools.audit.tiny_models import byte_tokenizer
 from vllm_hsd.tools.planner import public_sets
 from vllm_hsd.tools.planner.prompts import encode, fit, read_prompts, read_requests
 
@@ -147,34 +149,20 @@ def test_speed_bench_by_subset_and_category(network, monkeypatch, capsys):
         read_prompts("speed_bench:coding")
 
 
-class Tokenizer:
-    """One token per character; the template adds its marks."""
-
-    def __init__(self, template):
-        self.chat_template = template
-
-    def encode(self, text, add_special_tokens=True):
-        return [0] * add_special_tokens + [ord(c) for c in text]
-
-    def apply_chat_template(self, chat, tokenize, add_generation_prompt):
-        return f"<{chat[0]['content']}>"
-
-
 def test_chats_use_the_template_where_there_is_one():
-    chat = [{"role": "user", "content": "hi"}]
-    assert encode(Tokenizer("t"), chat) == [ord(c) for c in "<hi>"]
-    assert encode(Tokenizer(None), chat) == [0, ord("h"), ord("i")]
-    assert encode(Tokenizer("t"), "hi") == [0, ord("h"), ord("i")]
+    tokenizer, chat = byte_tokenizer(), [{"role": "user", "content": "hi"}]
+    begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    plain = encode(tokenizer, "hi")
+    assert tokenizer.decode(plain) == "<s>hi" and encode(tokenizer, chat) == plain
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}"
+    assert tokenizer.decode(encode(tokenizer, chat)) == "hi:" and encode(tokenizer, "hi") == plain
 
 
 def test_a_chat_for_a_tokenizer_whose_chats_are_no_text():
     """As vLLM's of Mistral's own format."""
-    given = []
-
-    def apply(chat, add_generation_prompt):
-        given.append((chat, add_generation_prompt))
-        return [5, 6, 7]
-
     chat = [{"role": "user", "content": "hello"}]
-    assert encode(SimpleNamespace(apply_chat_template=apply), chat) == [5, 6, 7]
-    assert given == [(chat, True)]
+    tokenizer = mock.Mock(spec=["apply_chat_template"])
+    tokenizer.apply_chat_template.return_value = [5, 6, 7]
+    assert encode(tokenizer, chat) == [5, 6, 7]
+    tokenizer.apply_chat_template.assert_called_once_with(chat, add_generation_prompt=True)
