@@ -19,12 +19,12 @@ CHECKPOINT_KEYS = ("quantization", "revision", "code_revision", "max_model_len")
 
 
 def documented_configurations() -> dict[str, dict]:
-    """ "page, number" -> every JSON object in a code block that is a speculative configuration."""
-    found = {}
+    """ "page, number" -> each speculative configuration that code blocks show, once."""
+    found: dict[str, dict] = {}
     for page in PAGES:
         blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.M | re.S)
         configs = [config for block in blocks for config in _configurations(block)]
-        found |= {f"{page}, {i}": config for i, config in enumerate(configs)}
+        found |= {f"{page}, {i}": c for i, c in enumerate(configs) if c not in found.values()}
     return found
 
 
