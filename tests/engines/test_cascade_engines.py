@@ -3,18 +3,9 @@
 from unittest import mock
 
 import pytest
+from support import engines
 from support.cascades import cascade, configuration, head, target_of
-from support.engines import (
-    GREEDY,
-    JOBS,
-    PROMPTS,
-    PROPOSALS,
-    RECURSION,
-    SEEDED_JOBS,
-    ids,
-    run_engine,
-    run_jobs,
-)
+from support.engines import PROMPTS, PROPOSALS, RECURSION, SEEDED_JOBS, ids, run_engine, run_jobs
 from support.marks import slow, slow_but
 
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
@@ -44,7 +35,7 @@ def test_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens, 
     """
     engine = {"model": target_of(name, family), "max_num_batched_tokens": 24, "max_num_seqs": 4}
     engine["speculative_config"] = configuration(name, family)
-    jobs = {"mixed": JOBS["mixed"], "greedy": JOBS["joining"], **SEEDED_JOBS}
+    jobs = {"mixed": engines.JOBS["mixed"], "greedy": engines.JOBS["joining"], **SEEDED_JOBS}
     results = run_engine(engine, jobs, patch="support.triton_cpu:check_programs")
     assert ids(results["greedy"]) == greedy_tokens
     assert ids(results["mixed"])[0] == greedy_tokens[0]
@@ -71,7 +62,7 @@ def again(llm, jobs: dict) -> list[dict]:
 
 def test_a_slot_that_is_used_again_remembers_nothing(family):
     """Drafts that end by entropy are those of a request alone; with a negative control."""
-    params = {**GREEDY, "max_tokens": 40}
+    params = {**engines.GREEDY, "max_tokens": 40}
     prompts = {"before": PROMPTS[:3], "last": PROMPTS[3:]}
     jobs = {name: {"prompts": each, "params": params} for name, each in prompts.items()}
     config = configuration("entropy", family)
@@ -120,7 +111,7 @@ def test_outputs_of_ended_requests_are_drafted_for_later_ones(other, family, gre
     level = {"sources": [suffix, sources[other]]} if other in sources else suffix
     one, two = [PROMPTS[1]], [PROMPTS[1], PROMPTS[2]]
     prompts = {"first": one, "again": one, "with another": two}
-    jobs = {name: {"prompts": each, "params": GREEDY} for name, each in prompts.items()}
+    jobs = {name: {"prompts": each, "params": engines.GREEDY} for name, each in prompts.items()}
     engine = {"model": family.target, "max_num_seqs": 2, "speculative_config": cascade([level])}
     results = run_engine(engine, jobs).values()
     assert [ids(result)[0] for result in results] == [greedy_tokens[1]] * 3
