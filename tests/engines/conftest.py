@@ -2,15 +2,7 @@
 
 import pytest
 from support import triton_cpu
-from support.engines import (
-    FIXED_SCHEDULE,
-    GREEDY,
-    PROMPTS,
-    PROPOSALS,
-    SEEDED_JOBS,
-    ids,
-    run_engine,
-)
+from support.engines import FIXED_SCHEDULE, GREEDY, PROMPTS, PROPOSALS, SEEDED_JOBS, ids, run_engine
 from support.tiny_models import greedy_text
 
 triton_cpu.prepare_vllm()

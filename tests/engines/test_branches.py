@@ -178,12 +178,9 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
 
 def test_what_cannot_host_branches_is_refused(family):
     hsd = {"model": family.target, "block_size": SIZE, "max_num_seqs": 8, **cascade(branches=4)}
-    # vLLM 0.33 says the last one before us.
     for key, value, said in (
         ("num_gpu_blocks_override", 30, r"reserves 7 blocks .* max_num_seqs=8 .* has 30"),
-        ("max_model_len", 192, r"takes 224 tokens of max_model_len=192 with .* of 32"),
         ("max_num_seqs", 2, r"max_num_seqs=2 in all"),
-        ("max_num_batched_tokens", 23, r"(make 24 tokens .* |Got )max_num_batched_tokens=23"),
     ):
         with pytest.raises(RuntimeError, match=said):
             run_engine({**hsd, key: value}, {})
@@ -254,14 +251,12 @@ def test_tensor_parallel_ranks(family, tmp_path):
     assert listed > 5 and counters["spec_decode_num_accepted_tokens"] > 100
 
 
-@pytest.mark.parametrize("patch", [None, "install"])
-def test_texts_of_lookups_that_adapt(patch, family, greedy_tokens, seeded_tokens):
-    """Whether nothing is cut, or prices change all the time."""
+def test_texts_of_lookups_at_prices_that_change(family, greedy_tokens, seeded_tokens):
     sources = {"ngram": {"min": 1, "max": 3}}, {"suffix": {"min_acceptance": 0.01}}
     engine = {"model": family.target, **BASE, "max_num_seqs": 12, "max_num_batched_tokens": 256}
-    engine |= cascade(*sources, branches=3, adaptive=patch is not None)
+    engine |= cascade(*sources, branches=3, adaptive=True)
     jobs = {"greedy": engines.JOBS["joining"], **engines.SEEDED_JOBS}
-    found = run_engine(engine, jobs, patch=patch and f"support.adversarial_depth:{patch}")
+    found = run_engine(engine, jobs, patch="support.adversarial_depth:install")
     assert ids(found["greedy"]) == greedy_tokens
     assert found["greedy"]["levels"][0]["drafted"] > 0
     assert {job: ids(found[job]) for job in engines.SEEDED_JOBS} == seeded_tokens

@@ -3,24 +3,29 @@
 from unittest import mock
 
 import pytest
+from support import engines
 from support.cascades import cascade, configuration, head, target_of
-from support.engines import GREEDY, JOBS, PROMPTS, SEEDED_JOBS, ids, run_engine, run_jobs
-from support.marks import slow
+from support.engines import PROMPTS, PROPOSALS, RECURSION, SEEDED_JOBS, ids, run_engine, run_jobs
+from support.marks import slow, slow_but
 
 from vllm_hsd.cascade.entropy_stopping import DeviceThresholds
 
 pytestmark = pytest.mark.timeout(900)
 
 
+NAMES = ("two models", "stock model, equal", "mtp", "suffix", "suffix, model", "sources, model")
+NAMES += ("entropy", "horizontal", "pairs, model", "choice", "choice, model", "three equal")
+NAMES += ("head, model", "choice with a head", "choice with a head, model", "stock head")
+NAMES += ("lookup, exit, model", "embedding, exit", "stock model, argmax", "stock n-gram")
+# vLLM's own drafters, which draft alike whoever reads their drafts.
+OWN = ("mtp", "choice with a head", *(name for name in NAMES if "stock" in name))
+CASES = [(n, how) for n in NAMES for how in PROPOSALS if n not in OWN or how == RECURSION]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("two models", "stock model, equal", "mtp"),
-        *slow("suffix", "suffix, model", "sources, model", "entropy", "horizontal"),
-        *slow("pairs, model", "choice", "choice, model", "choice with a head", "three equal"),
-        *slow("head, model", "choice with a head, model", "stock head"),
-        *slow("lookup, exit, model", "embedding, exit", "stock model, argmax", "stock n-gram"),
-    ],
+    ("name", "proposals"),
+    slow_but([case for case in CASES if case[0] in NAMES[:3]], CASES),
+    indirect=["proposals"],
 )
 def test_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens, seeded_tokens):
     """Of greedy and seeded requests, prompts in chunks of 24 tokens at most.
@@ -30,7 +35,7 @@ def test_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens, 
     """
     engine = {"model": target_of(name, family), "max_num_batched_tokens": 24, "max_num_seqs": 4}
     engine["speculative_config"] = configuration(name, family)
-    jobs = {"mixed": JOBS["mixed"], "greedy": JOBS["joining"], **SEEDED_JOBS}
+    jobs = {"mixed": engines.JOBS["mixed"], "greedy": engines.JOBS["joining"], **SEEDED_JOBS}
     results = run_engine(engine, jobs, patch="support.triton_cpu:check_programs")
     assert ids(results["greedy"]) == greedy_tokens
     assert ids(results["mixed"])[0] == greedy_tokens[0]
@@ -47,21 +52,22 @@ def test_text_is_that_of_no_speculation(name, proposals, family, greedy_tokens, 
             assert accepted > 0
 
 
-def remembering(llm, jobs: dict) -> dict:
-    """The jobs, of which each request goes on with the thresholds of the one before."""
+def again(llm, jobs: dict) -> list[dict]:
+    """The last job alone, after the other, and with thresholds of the request before it."""
+    alone = run_jobs(llm, {"last": jobs["last"]})
+    forgetting = run_jobs(llm, jobs)
     with mock.patch.object(DeviceThresholds, "forget"):
-        return run_jobs(llm, jobs)
+        return [found["last"] for found in (alone, forgetting, run_jobs(llm, jobs))]
 
 
 def test_a_slot_that_is_used_again_remembers_nothing(family):
     """Drafts that end by entropy are those of a request alone; with a negative control."""
-    params = {**GREEDY, "max_tokens": 40}
-    alone = {"alone": {"prompts": PROMPTS[3:], "params": params}}
-    after = {"before": {"prompts": PROMPTS[:3], "params": params}, **alone}
+    params = {**engines.GREEDY, "max_tokens": 40}
+    prompts = {"before": PROMPTS[:3], "last": PROMPTS[3:]}
+    jobs = {name: {"prompts": each, "params": params} for name, each in prompts.items()}
     config = configuration("entropy", family)
     engine = {"model": family.target, "max_num_seqs": 1, "speculative_config": config}
-    works = (alone, run_jobs), (after, run_jobs), (after, remembering)
-    found = [run_engine(engine, jobs, work=work)["alone"] for jobs, work in works]
+    found = run_engine(engine, jobs, work=again)
     drafted = [[(level["drafted"], level["accepted"]) for level in f["levels"]] for f in found]
     assert drafted[0] == drafted[1] != drafted[2]
     assert ids(found[0]) == ids(found[1]) == ids(found[2])
@@ -105,7 +111,7 @@ def test_outputs_of_ended_requests_are_drafted_for_later_ones(other, family, gre
     level = {"sources": [suffix, sources[other]]} if other in sources else suffix
     one, two = [PROMPTS[1]], [PROMPTS[1], PROMPTS[2]]
     prompts = {"first": one, "again": one, "with another": two}
-    jobs = {name: {"prompts": each, "params": GREEDY} for name, each in prompts.items()}
+    jobs = {name: {"prompts": each, "params": engines.GREEDY} for name, each in prompts.items()}
     engine = {"model": family.target, "max_num_seqs": 2, "speculative_config": cascade([level])}
     results = run_engine(engine, jobs).values()
     assert [ids(result)[0] for result in results] == [greedy_tokens[1]] * 3

@@ -1,30 +1,28 @@
 """Every speculative configuration shown in the README and in docs/ starts an engine."""
 
 import copy
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
 from support.engines import run_engine
-from support.level_files import target_head, write_level_files
+from support.level_files import write_level_files
 
-from vllm_hsd.cascade.exit_head import write_exit_head
 from vllm_hsd.tools.audit.tiny_models import Family
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted(REPOSITORY.glob("docs/*.md"))))
-# Keys of real checkpoints that a tiny model has no use for.
-CHECKPOINT_KEYS = ("quantization", "revision", "code_revision", "max_model_len")
 
 
 def documented_configurations() -> dict[str, dict]:
-    """ "page, number" -> every JSON object in a code block that is a speculative configuration."""
-    found = {}
+    """ "page, number" -> each speculative configuration that code blocks show, once."""
+    found: dict[str, dict] = {}
     for page in PAGES:
         blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.M | re.S)
         configs = [config for block in blocks for config in _configurations(block)]
-        found |= {f"{page}, {i}": config for i, config in enumerate(configs)}
+        found |= {f"{page}, {i}": c for i, c in enumerate(configs) if c not in found.values()}
     return found
 
 
@@ -44,36 +42,24 @@ def _configurations(block: str) -> list[dict]:
 
 
 def with_tiny_models(config: dict, family: Family, directory: Path) -> dict:
-    """The configuration with every model, table, head and cascade file replaced by a tiny one."""
+    """The configuration with every model, head and store replaced by a tiny one."""
     files = write_level_files(family.target, directory, vocab_size=family.vocabulary)
-    config = {key: value for key, value in config.items() if key not in CHECKPOINT_KEYS}
-    if "cascade" in config:
-        path = directory / "cascade.json"
-        levels = [{"model": family.small, "num_tokens": 2}, {"model": family.mid}]
-        path.write_text(json.dumps({"schema": 1, "num_speculative_tokens": 5, "levels": levels}))
-        config["cascade"] = str(path)
     if "model" in config:
-        eagle = config["method"] in ("eagle", "eagle3")
-        config["model"] = files.eagle3 if eagle else family.mid
-    models, layer = [family.mid, family.small], 0
-    paths = {"eagle3": files.eagle3, "bigram_model": files.store, "bigram": files.store}
+        config["model"] = files.eagle3 if config["method"] == "eagle3" else family.mid
+    models, layers = iter([family.small, family.mid]), itertools.count(1)
     given = config.get("levels", [])
     for level in [*given, *(source for outer in given for source in outer.get("sources", []))]:
-        for key in CHECKPOINT_KEYS:
-            level.pop(key, None)
-        if "suffix" in level:
-            level["suffix"] = {**level["suffix"], "store": files.store}
+        # Of a real checkpoint.
+        level.pop("max_model_len", None)
+        if "store" in level.get("suffix", {}):
+            level["suffix"]["store"] = files.store
+        if "eagle3" in level:
+            level["eagle3"] = files.eagle3
         if "model" in level:
-            level["model"] = models.pop()
-        level |= {key: path for key, path in paths.items() if key in level}
-        if "early_exit" in level or "exit_head" in level:
-            # Exits must be ordered by depth, and the target has two layers.
-            layer += 1
+            level["model"] = next(models)
         if "early_exit" in level:
-            level["early_exit"] = layer
-        if "exit_head" in level:
-            level["exit_head"] = str(directory / f"head-{layer}")
-            write_exit_head(target_head(family.target, layer), directory / f"head-{layer}")
+            # Exits must be ordered by depth, and the target has two layers.
+            level["early_exit"] = next(layers)
     return config
 
 

@@ -28,13 +28,13 @@ def served(arguments: dict, jobs: dict, fault: str | None = None, patch: str | N
 
 def test_texts_are_those_of_no_speculation(family, greedy_tokens, seeded_tokens):
     """Alone and among sampled requests, whose rows are verified together; prompts in chunks."""
-    arguments = engine(family.target, family.mid, 3)
-    results, seen = served(arguments, engines.JOBS)
-    assert ids(results["joining"]) == greedy_tokens
-    assert ids(results["mixed"])[0] == greedy_tokens[0]
-    assert len(results["mixed"]["outputs"][1][0]["logprobs"]) == 9
-    assert seen["won"] > 3
-    results, seen = served(arguments, engines.SEEDED_JOBS)
+    with engines.started(engine(family.target, family.mid, 3)) as process:
+        results, seen = process.call(drawn_branches.run, (engines.JOBS, None))
+        assert ids(results["joining"]) == greedy_tokens
+        assert ids(results["mixed"])[0] == greedy_tokens[0]
+        assert len(results["mixed"]["outputs"][1][0]["logprobs"]) == 9
+        assert seen["won"] > 3
+        results, seen = process.call(drawn_branches.run, (engines.SEEDED_JOBS, None))
     assert {name: ids(result) for name, result in results.items()} == seeded_tokens
     assert seen["won"] > 3
 

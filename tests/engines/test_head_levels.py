@@ -12,14 +12,7 @@ from unittest import mock
 import pytest
 from support import recorded_heads
 from support.eagle3_head import Reference, write_eagle3_head
-from support.engines import (
-    AS_ON_GPUS,
-    FIXED_SCHEDULE,
-    PROPOSALS,
-    differing,
-    run_engine,
-    started,
-)
+from support.engines import AS_ON_GPUS, FIXED_SCHEDULE, PROPOSALS, differing, run_engine, started
 from support.level_files import cascade
 from support.marks import slow, slow_but
 from support.sampling_cases import CASES, LONG_CASES, SIGNIFICANCE, p_values, sampling_job

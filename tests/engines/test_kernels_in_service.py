@@ -85,26 +85,28 @@ def test_without_the_warm_up_they_do(family):
     assert len(compiled(family, "suffix", "support.warm_ups:without")["greedy, together"]) > 5
 
 
-@pytest.mark.parametrize("branches", [1, 4])
-def test_a_step_with_room_for_the_drafts_of_one_request_alone(family, branches):
+SHORT = {"short": {"prompts": PROMPTS, "params": {**TOKENS, "temperature": 0}}}
+
+
+@pytest.fixture(scope="module")
+def plain(family) -> list:
+    return run_engine({"model": family.target}, SHORT)["short"]["outputs"]
+
+
+def test_a_step_with_room_for_the_drafts_of_one_request_alone(family, plain):
     """Prompts of vLLM's warm-up are a token longer."""
-    sources = [{"ngram": {"max": 3}}, {"suffix": {}}]
-    config = cascade([{"sources": sources, "branches": branches}], 7)
-    room = {"max_num_batched_tokens": 8 * branches, "max_model_len": 256, "block_size": 32}
-    engine = {**ENGINE, **room, "model": family.target}
-    del engine["jit_monitor_mode"]
-    job = {"prompts": PROMPTS, "params": {**TOKENS, "temperature": 0}}
-    plain = run_engine({**engine, "enforce_eager": True}, {"": job})[""]
-    found = run_engine({**engine, "speculative_config": config}, {"": job})[""]
-    assert found["outputs"] == plain["outputs"]
+    config = cascade([{"sources": [{"ngram": {"max": 3}}, {"suffix": {}}], "branches": 4}], 7)
+    room = {"max_num_batched_tokens": 4 * 8, "max_model_len": 256, "block_size": 32}
+    assert outputs(family, config, room) == plain
 
 
-def test_texts_that_are_shorter_than_those_of_the_warm_up(family):
+def test_texts_that_are_shorter_than_those_of_the_warm_up(family, plain):
     """Which would read and write past the rows of block tables."""
     room = {"max_model_len": 128, "max_num_batched_tokens": 128}
-    engine = {**ENGINE, **room, "model": family.target}
+    assert outputs(family, cascade([{"model": family.mid}], 31), room) == plain
+
+
+def outputs(family, config: dict, room: dict) -> list:
+    engine = {**ENGINE, **room, "model": family.target, "speculative_config": config}
     del engine["jit_monitor_mode"]
-    job = {"prompts": PROMPTS, "params": {**TOKENS, "temperature": 0}}
-    plain = run_engine({**engine, "enforce_eager": True}, {"": job})[""]
-    engine["speculative_config"] = cascade([{"model": family.mid}], 31)
-    assert run_engine(engine, {"": job})[""]["outputs"] == plain["outputs"]
+    return run_engine(engine, SHORT)["short"]["outputs"]

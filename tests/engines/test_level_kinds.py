@@ -83,7 +83,7 @@ CASCADES: dict[str, tuple[list[dict], dict]] = {
 SLOW = ("two early exits", "exit_head below an exit", "exit_head above a model")
 SLOW += ("five models from ngram", "five models from pairs", "one drafter, standard")
 SLOW += ("two drafters, block", "ngram", "early_exit", "exit_head", "entropy-based stopping")
-SLOW += ("bigram_model among sources",)
+SLOW += ("bigram_model among sources", "bigram")
 
 
 @pytest.fixture(scope="module")

@@ -53,14 +53,13 @@ def test_rows_of_a_prompts_last_chunk_with_drafts():
     assert found == (7, *[8] * 5, *[9] * 5)
 
 
-@pytest.mark.parametrize("name", ["small > mid", "ngram > mid", "eagle3", *slow("ngram")])
+@pytest.mark.parametrize("name", ["ngram > mid", "eagle3", *slow("ngram")])
 def test_greedy_texts_equal_those_without_speculation(family, tmp_path, jobs, plain, name):
     ngram, mid = {"ngram": {"max": 3}}, {"model": family.mid}
     if name == "eagle3":
         # It has no embedding of its own, and shares the target's.
         write_eagle3_head(family.target, tmp_path, trained=True)
     levels = {
-        "small > mid": [{"model": family.small, "num_tokens": 2}, mid],
         "ngram": [ngram],
         "ngram > mid": [{**ngram, "num_tokens": 3}, mid],
         "eagle3": [{"eagle3": str(tmp_path)}],

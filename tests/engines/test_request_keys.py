@@ -1,14 +1,18 @@
 """What a request says of its drafts: predictions, draft lengths; none of it changes a text."""
 
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from support.cascades import stock
 from support.eagle3_head import write_eagle3_head
-from support.engines import AS_ON_GPUS, ids, in_process, run_engine, run_jobs
+from support.engines import AS_ON_GPUS, configure, ids, in_process, run_engine, run_jobs
 from support.level_files import cascade
 from support.marks import slow
+
+from vllm_hsd.errors import UserError
+from vllm_hsd.host.request_keys import process_inputs
 
 PROMPTS = [[(7 * i + j * j) % 60 + 2 for j in range(5 + 12 * i)] for i in range(8)]
 LENGTH = 40
@@ -43,7 +47,6 @@ def predicted(answers: list[list[int]]) -> list[dict]:
 CROWDED = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 9}
 LOOKUPS = {"sources": [PREDICTION, {"ngram": {"max": 3}}]}
 ENGINES = {
-    "alone": lambda family: cascade(PREDICTION, **SIX),
     "adaptive": lambda family: cascade(PREDICTION, **SIX, adaptive=True),
     "sources": lambda family: cascade(LOOKUPS),
     "branches": lambda family: cascade(LOOKUPS | {"branches": 4}),
@@ -123,19 +126,17 @@ def goes_on(llm, jobs) -> dict:
     return run_jobs(llm, {"on": {"prompts": prompts, "params": GREEDY}})["on"]
 
 
-@pytest.mark.parametrize("levels", [1, 2])
-def test_a_request_that_drafts_nothing_leaves_no_hole_in_shared_blocks(proposals, family, levels):
+def test_a_request_that_drafts_nothing_leaves_no_hole_in_shared_blocks(proposals, family):
     """Models equal to the target: what they lack would cost acceptance."""
     model = {"model": family.target}
-    below = [{**model, "num_tokens": 2 + k} for k in range(levels - 1)]
-    engine = {**model, **cascade(*below, model), "block_size": 32}
+    engine = {**model, **cascade({**model, "num_tokens": 2}, model), "block_size": 32}
     off = {**GREEDY, "max_tokens": 100, "extra_args": {"hsd_num_tokens": 0}}
     jobs = {"off": {"prompts": PROMPTS[2:3], "params": off}}
     found = run_engine(engine, jobs, work=goes_on)
     assert found["counters"]["prefix_cache_hits"] >= 96
-    *_, level = found["levels"]
-    # A GPU may draft after the last token.
-    assert level["drafted"] - level["accepted"] <= 5 < level["accepted"]
+    for level in found["levels"]:
+        # A GPU may draft after the last token.
+        assert level["drafted"] - level["accepted"] <= 5 < level["accepted"]
 
 
 @pytest.mark.slow
@@ -189,13 +190,23 @@ def test_keys_are_refused_in_one_sentence(family):
 
 
 def test_servers_that_do_not_draft_from_it(family):
-    keys = [{"hsd_prediction": [5]}, {"hsd_num_tokens": 1}]
-    engine = {"model": family.target, **cascade({"ngram": {"max": 3}})}
-    lacks, served = run_engine(engine, keys, work=refusals)
-    assert "no source of this server drafts from it" in lacks and served == ""
-    config = stock("ngram", num_speculative_tokens=2, prompt_lookup_max=3)
-    engine = {"model": family.target, "speculative_config": config}
-    assert all("vLLM's own drafter" in each for each in run_engine(engine, keys, work=refusals))
+    """As their front ends say."""
+
+    def ask(speculative: dict, keys: dict) -> None:
+        config = configure(family, speculative)
+        front_end = SimpleNamespace(**vars(config), tokenizer=None)
+        params = SimpleNamespace(extra_args=keys)
+        request = SimpleNamespace(sampling_params=params)
+        process_inputs(lambda *_: request, front_end, "id", [], params)
+
+    prediction, length = {"hsd_prediction": [5]}, {"hsd_num_tokens": 1}
+    lookup = cascade({"ngram": {"max": 3}})["speculative_config"]
+    ask(lookup, length)
+    with pytest.raises(UserError, match="no source of this server drafts from it"):
+        ask(lookup, prediction)
+    for keys in (prediction, length):
+        with pytest.raises(UserError, match="vLLM's own drafter"):
+            ask(stock("ngram", num_speculative_tokens=2, prompt_lookup_max=3), keys)
 
 
 def openai_fields() -> list:

@@ -108,7 +108,7 @@ UNMEASURED = float(torch.tensor(-0.2).sigmoid())
 @pytest.mark.parametrize(
     ("name", "measured"),
     [
-        *((name, "all") for name in (None, "one", "two", "three", "entropy", "sources")),
+        *((name, "all") for name in (None, "one", "three", "entropy", "sources")),
         *((name, "some") for name in ("unverified", "horizontal")),
         ("choice", "greedy"),
         ("lookup alone", "none"),

@@ -180,6 +180,9 @@ def test_the_scheduler_reserves_what_workers_have_room_for(family):
     assert own.room_mistake(config, blocks, groups=1) is None
     # Of so many groups of the cache, which vLLM's configuration does not know.
     assert "reserves 80 blocks of the KV cache" in own.room_mistake(config, blocks, groups=20)
+    config.model_config.max_model_len = 96
+    said = "takes 128 tokens of max_model_len=96 with blocks of 32"
+    assert said in own.room_mistake(config, blocks, groups=1)
 
 
 @pytest.mark.parametrize("levels", [None, object()])

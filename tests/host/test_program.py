@@ -48,7 +48,7 @@ def without_rounds(case: dict) -> dict:
 
 
 CASES = [
-    *({**case, "greedy": greedy} for case in PLAIN for greedy in (False, True)),
+    *PLAIN,
     *({**case, **ENDS} for case in BY_ENTROPY),
     *({**case, "seed": 4} for case in HORIZONTAL),
 ]
@@ -80,7 +80,7 @@ def test_token_for_token_as_the_cascade(case):
             mine, wanted = engine.thresholds.total[:, own], torch.from_numpy(theirs.total)
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
     longest = case["lengths"][-1]
-    assert max(filled) == longest or case.get("greedy") or case.get("rounds")
+    assert max(filled) == longest or case.get("rounds")
     if ends:
         moved = engine.host_thresholds.count.sum(1) > 0
         assert moved.tolist() == [stop == "entropy" for stop in case["stopping"]]

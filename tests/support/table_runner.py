@@ -68,12 +68,7 @@ class TableRunner:
         self.states = RequestState(self.count, 64, 64, length, vocabulary, CPU)
         config = SimpleNamespace(reasoning_config=None, num_speculative_tokens=length)
         self.sampler = Sampler(
-            config,
-            self.count,
-            vocabulary,
-            CPU,
-            self.states,
-            num_speculative_tokens=length + 1,
+            config, self.count, vocabulary, CPU, self.states, num_speculative_tokens=length + 1
         )
         spec_config = SimpleNamespace(
             num_speculative_tokens=length,
