@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.kernel_batches import UNUSABLE_ROWS, plain_vllm_tokens
+from support.kernel_batches import UNUSABLE_ROWS
 from triton import jit
 from triton import language as tl
 
@@ -74,7 +74,9 @@ def test_an_invalid_row_gives_the_token_of_plain_vllm(kind, small_blocks):
     logits, temperature = torch.randn(3, 2048), torch.tensor([0.0, 0.7, 1.0])
     UNUSABLE_ROWS[kind](logits)
     token, lse = sample_row(logits, temperature, torch.arange(3), torch.arange(3))
-    assert token.equal(plain_vllm_tokens(logits, temperature))
+    # vLLM's greedy token; its softmax of such a row is NaN everywhere, whatever that is divided by.
+    probs = torch.softmax(logits[1:] / temperature[1:, None], -1)
+    assert token.equal(torch.cat((logits[:1], probs)).argmax(-1))
     assert not lse[1:].isfinite().any()
 
 
