@@ -1,5 +1,7 @@
 """Which offers become branches, and the list that is scheduled of them."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,14 +12,11 @@ from vllm_hsd.kernels.blocks import padded_size
 
 N, BRANCHES, WINDOW = 5, 2, 3
 GUARD = -77
+ints = partial(torch.tensor, dtype=torch.int32)
 
 
 def guarded(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.full(shape, GUARD, dtype=dtype)
-
-
-def ints(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
 
 
 @pytest.mark.every_kernel

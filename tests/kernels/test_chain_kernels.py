@@ -17,6 +17,8 @@ from vllm_hsd.kernels import naive as reference
 
 INF = float("inf")
 CHUNK_AND_BLOCK = 512, 128
+# Of most tests: every other size would be compiled anew.
+V, K = 600, 7
 
 
 def assert_equal(result, expected):
@@ -39,7 +41,7 @@ def assert_matches(batch, result, **options):
 def test_random_rows(method, rows, small_blocks, monkeypatch):
     """Also where memory that is read before it is written holds anything."""
     dtype = {"rows": torch.float32, "lse": torch.bfloat16, "one-hot": torch.float16}[rows]
-    batch = make_chains(700, [7, 0, 3, 5, 4, 1, 7, 2], dtype, one_hot=rows == "one-hot")
+    batch = make_chains(700, [K, 0, 3, 5, 4, 1, K, 2], dtype, one_hot=rows == "one-hot")
     lse = draft_lse(batch) if rows == "lse" else None
     poison_memory(monkeypatch)
     result = verify_flat(**batch, method=method, level=3, draft_lse=lse)
@@ -47,9 +49,9 @@ def test_random_rows(method, rows, small_blocks, monkeypatch):
 
 
 @pytest.mark.parametrize("method", chain_verify.METHODS)
-def test_another_draw_gives_another_token(method):
+def test_another_draw_gives_another_token(method, small_blocks):
     """Negative control of the comparisons with the reference."""
-    batch = make_chains(60, [3, 0, 5, 1, 4, 5], seed=7)
+    batch = make_chains(V, [3, 0, K, 1, 4, K], seed=7)
     batch["temperature"] = torch.linspace(0.6, 1.2, 6)
     batch["draws"] = torch.full((6,), 11)
     for level in (1, 3):
@@ -76,11 +78,11 @@ def test_whole_vocabulary_and_default_blocks():
 @pytest.mark.parametrize("method", chain_verify.METHODS)
 def test_degenerate_rows(method, small_blocks):
     """Saturated, masked, tied and invalid rows, empty slots, tokens outside the vocabulary."""
-    batch = make_chains(600, [4] * 17)
+    batch = make_chains(V, [K] * 17)
     batch["temperature"] = torch.full((17,), 0.9)
     batch["temperature"][[8, 9, 14, 15, 16]] = 0
-    target, draft = batch["target_logits"].view(17, 5, 600), batch["draft_logits"].view(17, 4, 600)
-    tokens = batch["draft_token_ids"].view(17, 4)
+    target, draft = batch["target_logits"].view(17, -1, V), batch["draft_logits"].view(17, K, V)
+    tokens = batch["draft_token_ids"].view(17, K)
     target[0, 1] = -INF  # all mass on one token, which the draft cannot have drawn
     target[0, 1, 7] = 1e4
     target[1, :, 300:] = -INF  # a masked half
@@ -90,15 +92,15 @@ def test_degenerate_rows(method, small_blocks):
     target[3, 0, tokens[3, 0]] = -INF  # the drafted token is forbidden
     target[4, 2, 5] = float("nan")  # invalid after two tokens
     draft[5, 1, 5] = INF
-    target[6, 4] = -INF  # no token after the whole draft
-    draft[6] = target[6, :4]
-    tokens[6] = target[6, :4].argmax(-1)
+    target[6, K] = -INF  # no token after the whole draft
+    draft[6] = target[6, :K]
+    tokens[6] = target[6, :K].argmax(-1)
     tokens[7, 2] = -1
     target[8] = 1.0  # ties of a greedy request go to the lowest token
-    tokens[8] = torch.tensor([0, 0, 1, 0])
+    tokens[8, :4] = torch.tensor([0, 0, 1, 0])
     target[9, 3, 9] = float("nan")
-    tokens[9] = target[9, :4].nan_to_num(0).argmax(-1)
-    tokens[11, 1] = 600
+    tokens[9] = target[9, :K].nan_to_num(0).argmax(-1)
+    tokens[11, 1] = V
     # The request's own row, at temperature 0.9 and 0, where a draft may begin with its argmax.
     for change, rows in zip(UNUSABLE_ROWS.values(), ([10, 14], [12, 15], [13, 16]), strict=True):
         own = target[rows, 0]
@@ -106,17 +108,17 @@ def test_degenerate_rows(method, small_blocks):
         target[rows, 0], tokens[rows[1], 0] = own, own[1].argmax()
     result = verify_flat(**batch, method=method)
     assert_matches(batch, result, method=method)
-    assert result.num_emitted[6] == result.num_accepted[6] == 4
-    assert result.token_ids[[10, 12, 13]].tolist() == [[0, -1, -1, -1, -1]] * 3
+    assert result.num_emitted[6] == result.num_accepted[6] == K
+    assert result.token_ids[[10, 12, 13]].tolist() == [[0] + [-1] * K] * 3
     assert (result.num_accepted[14:] >= 1).all()
     assert result.num_accepted[7] <= 2 and result.num_accepted[11] <= 1
 
 
 def test_nearly_equal_rows_and_rising_ratios(small_blocks):
     """Ratios that fall to e^-8 and rise again: only a cap that includes t gives these tokens."""
-    batch = make_chains(600, [5] * 6, noise=1e-3, seed=3)
+    batch = make_chains(V, [5] * 6, noise=1e-3, seed=3) | {"max_draft_tokens": K}
     batch["temperature"] = torch.ones(6)
-    draft = batch["draft_logits"].view(6, 5, 600)
+    draft = batch["draft_logits"].view(6, 5, V)
     tokens = batch["draft_token_ids"].view(6, 5)
     for i, sign in enumerate([(8, -8, 8, -8, 0), (2, 2, -6, 1, 1), (-5, 0, 5, 0, 0)]):
         for t, shift in enumerate(sign):
@@ -124,25 +126,26 @@ def test_nearly_equal_rows_and_rising_ratios(small_blocks):
     assert_matches(batch, verify_flat(**batch))
 
 
-def test_a_forbidden_token_after_a_doubtful_prefix():
+def test_a_forbidden_token_after_a_doubtful_prefix(small_blocks):
     """p(x_2) = 0 and p in proportion to q elsewhere leave no residual at 1, whatever a_1 is."""
-    batch = make_chains(40, [2] * 12, noise=0.0)
+    batch = make_chains(V, [2] * 12, noise=0.0) | {"max_draft_tokens": K}
     batch["temperature"] = torch.ones(12)
-    target, draft = batch["target_logits"].view(12, 3, 40), batch["draft_logits"].view(12, 2, 40)
+    target, draft = batch["target_logits"].view(12, 3, V), batch["draft_logits"].view(12, 2, V)
     target[:], draft[:] = 0, 0
     tokens = batch["draft_token_ids"].view(12, 2)
     tokens[:] = torch.tensor([3, 7])
-    draft[:, 0, 3] = 1.5  # a_1 = 0.28
+    draft[:, 0, 3] = 1.5  # a_1 = 0.22
     target[:, 1, 7] = -INF
-    draft[:, 1, 7] = 3.0
+    draft[:, 1, 7] = 6.0
     result = verify_flat(**batch)
     assert_matches(batch, result)
     assert result.num_accepted.tolist() == [0] * 12
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_one_hot_by_request_and_own_draft_temperature(given):
-    batch = make_chains(90, [3] * 6)
+def test_one_hot_by_request_and_own_draft_temperature(given, small_blocks):
+    dtype = torch.bfloat16 if given else torch.float32
+    batch = make_chains(V, [3] * 6, dtype) | {"max_draft_tokens": K}
     batch["temperature"] = torch.full((6,), 0.8)
     batch["temperature"][4] = 0
     temperature = torch.tensor([0.0, 0.5, 0.0, 1.2, 0.5, 1.2])
@@ -155,7 +158,8 @@ def test_one_hot_by_request_and_own_draft_temperature(given):
 def test_a_request_may_have_no_row_at_all(method):
     arguments = padded(**make_chains(100, [3, 0, 2, 3])) | {"method": method}
     arguments["thresholds"] = torch.full((len(arguments["target_logits"]),), -10.0)
-    expected = chain_verify.verify_chain_padded(**arguments)
+    drafts = {"draft_index": arguments["idx_mapping"], "draft_length": torch.full((4,), 3)}
+    expected = reference.verify_chain_padded(**arguments, **drafts)
     for name in ("cu_num_logits", "idx_mapping"):
         arguments[name] = torch.cat((arguments[name], arguments[name][-1:])).int()
     result = chain_verify.verify_chain_padded(**arguments)
@@ -164,12 +168,12 @@ def test_a_request_may_have_no_row_at_all(method):
     assert result.token_ids[4].tolist() == [-1] * 4
 
 
-def test_rows_and_state_by_different_indices_and_a_length_per_request():
+def test_rows_and_state_by_different_indices_and_a_length_per_request(small_blocks):
     """A request whose drafts are stale (-1) is as one without."""
-    batch = make_chains(70, [4] * 5)
+    batch = make_chains(V, [4] * 5) | {"max_draft_tokens": K}
     batch["temperature"] = torch.tensor([0.7, 1.0, 0.0, 1.0, 0.9])
     # What comes after the second one's length, 0, would be accepted.
-    batch["draft_logits"].view(5, 4, 70)[1] = batch["target_logits"].view(5, 5, 70)[1, :4]
+    batch["draft_logits"].view(5, 4, V)[1] = batch["target_logits"].view(5, 5, V)[1, :4]
     flat, arguments = verify_flat(**batch, level=2), padded(**batch, draft_lse=draft_lse(batch))
     index, entry = torch.tensor([7, 2, 5, 0, 3]), torch.tensor([4, 1, 0, 3, -1])
     for name in ("temperature", "seeds", "draws"):
@@ -192,7 +196,8 @@ def test_rows_and_state_by_different_indices_and_a_length_per_request():
         assert result.token_ids[3].equal(flat.token_ids[3])
         assert result.target_lse[3].nan_to_num(-1).equal(flat.target_lse[3].nan_to_num(-1))
     # Negative control: without the lengths what follows a draft counts.
-    result = chain_verify.verify_chain_padded(**arguments | {"draft_length": None})
+    known = {"draft_length": None, "draft_lse": None, "idx_mapping": index}
+    result = chain_verify.verify_chain_padded(**arguments | known)
     assert result.num_accepted[1] == 4
 
 

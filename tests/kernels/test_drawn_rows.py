@@ -116,21 +116,21 @@ def test_numbers_of_rows(rows, length, small_blocks):
 
 def test_lists_of_any_length_and_wider_target_rows(small_blocks):
     """The scheduler has cut the last request's list, and a padded head has further columns."""
-    batch = make_rows(4, 3, 3, 40, seed=5)
+    batch = make_rows(4, 3, 3, 70, seed=5)
     batch["held"][3, 1:] = torch.tensor([2, 0])
     batch["cu_num_logits"][4] -= 5
     for name in ("draft_sampled", "target_logits"):
         batch[name] = batch[name][:-5]
     wide = torch.nn.functional.pad(batch["target_logits"], (0, 24), value=9.0)
     wanted = expected(batch)
-    batch["target_logits"] = wide[:, :40]
+    batch["target_logits"] = wide[:, :70]
     assert_equal(verify_drawn_rows(**batch, level=LEVEL), wanted)
 
 
 def test_rows_of_no_distribution_end_their_branches(small_blocks):
-    batch = make_rows(20, 2, 3, 40, seed=1)
+    batch = make_rows(20, 3, 3, 70, seed=1)
     batch["target_logits"][1] = float("nan")
-    batch["target_logits"][8] = float("nan")
+    batch["target_logits"][12] = float("nan")
     batch["further_logits"][0, batch["draft_index"][2], 1] = float("nan")
     assert_equal(verify_drawn_rows(**batch, level=LEVEL), expected(batch))
 

@@ -89,16 +89,16 @@ def test_every_op_ends_drafts_as_its_reference(seed):
     assert ended
 
 
-@pytest.mark.parametrize("vocabulary", [70, 9000, 20000])
+@pytest.mark.parametrize("vocabulary", [70, 20000])
 def test_entropies_of_rows_of_several_chunks(vocabulary):
-    schedule = schedule_of(3, 8)
+    schedule = schedule_of(2, 3, 7)
     state, g = random_state(schedule, 1)
-    state.requested[0], state.drafted[0] = 3, 0
+    state.requested[0], state.drafted[0] = 2, 0
     state.slot.copy_(torch.arange(5))
     logits = torch.randn(5, vocabulary, generator=g) * torch.tensor([0.0, 1, 3, 30, 3])[:, None]
     logits[3, 1] = float("nan")
     logits[4, 100:] = -float("inf")
-    thresholds = DeviceThresholds([True, False], state)
+    thresholds = DeviceThresholds([True, False, False], state)
     entropy_stopping.end_unsure_drafts(thresholds, state, schedule.ops[0], logits)
     found = thresholds.entropy[0][:, 0].double()
     assert found[3].isnan()

@@ -67,10 +67,10 @@ def test_more_occurrences_than_are_counted():
     rng = np.random.default_rng(0)
     # The token after 0 is 1 at first, and 2 in as many places later.
     text = np.append(np.resize([0, 1], 3 * OCCURRENCES), np.resize([0, 2], 2 * OCCURRENCES - 5))
-    requests = Requests([(np.append(text, [3, 0]), [])], [2], length=2)
+    requests = Requests([(np.append(text, [3, 0]), [])], [2])
     assert requests.compare() == [2]
     assert int(requests.state.window[0, requests.state.end[0] - 2]) == 2
-    short = Requests([([9, 0], [])], [2], length=2)
+    short = Requests([([9, 0], [])], [2])
     stored = rng.choice(40, 40 * PROBES + 7), rng.choice([0, 1, 2, 7], 5 * PROBES)
     assert any(short.compare(store_of(*stored), 0.01))
 
@@ -87,7 +87,7 @@ def test_the_longest_drafts():
 @pytest.mark.parametrize("min_acceptance", [0.0, 0.3, 1.0])
 def test_drafts_end_before_unlikely_tokens(min_acceptance):
     rng = np.random.default_rng(3)
-    requests = Requests([(markov(rng, 9, 5), []), (np.resize(np.arange(7), 12), [])], [5, 5], 5)
+    requests = Requests([(markov(rng, 9, 5), []), (np.resize(np.arange(7), 12), [])], [5, 5])
     counts = requests.compare(store_of(markov(rng, 90, 5)), min_acceptance)
     assert any(counts) == (min_acceptance < 1)
 
@@ -100,12 +100,12 @@ def test_what_has_no_continuation():
     assert Requests(texts, [4] * 5).compare(one) == [0] * 5
     assert Requests(texts, [4] * 5).compare(many) == [0] * 5
     # What follows the ends of other texts counts against a continuation, and is none.
-    assert Requests([([8, 3], []), ([8, 1], [])], [4, 1], 4).compare(many) == [1, 1]
-    assert Requests([([1, 2, 3], [1])], [1], 1).compare() == [1]
+    assert Requests([([8, 3], []), ([8, 1], [])], [4, 1]).compare(many) == [1, 1]
+    assert Requests([([1, 2, 3], [1])], [1]).compare() == [1]
 
 
 def test_padding_drafts_nothing():
-    requests = Requests([([1, 2, 1], []), ([4, 5, 4], [])], [1, 0], 1)
+    requests = Requests([([1, 2, 1], []), ([4, 5, 4], [])], [1, 0])
     requests.state.slot[1], requests.state.base[1] = -1, 0
     poison(requests.text[MAX_NUM_REQS - 2])
     assert requests.compare(store_of([4, 5])) == [1, 0]

@@ -1,4 +1,4 @@
-"""Random batches for the kernels, invalid rows, and what plain vLLM does with them."""
+"""Random batches for the kernels, and invalid rows."""
 
 import torch
 
@@ -27,17 +27,6 @@ UNUSABLE_ROWS = {
     "masked": _with(slice(None), -INF),
     "infinite": _with([36, 50], INF),
 }
-
-
-def plain_vllm_tokens(logits, temperature):
-    """vLLM's tokens without speculation, int64 [N], for logits [N, V]; randomness as it comes.
-
-    vllm/v1/sample: argmax of the logits where greedy, else of softmax(logits / T) / exponential.
-    """
-    scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
-    probs = torch.softmax(logits.float() / scale, -1, dtype=torch.float32)
-    sampled = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-    return torch.where(temperature > 0, sampled, logits.argmax(-1))
 
 
 def make_chains(vocab_size, lengths, dtype=torch.float32, one_hot=False, noise=0.7, seed=0):

@@ -8,7 +8,7 @@ import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,15 +66,20 @@ def kernels_of_package() -> set[str]:
 
 
 @contextlib.contextmanager
-def compile_launches(capability: int) -> Iterator[Builds]:
+def compile_launches(capability: int, alike: Collection[str] = ()) -> Iterator[Builds]:
     """Compile what is launched in a block in place of running it, on tensors of any device.
 
     Triton specializes on the arguments as it does for serving: types, ones, multiples of 16. The
     address of a view of meta tensors is its offset: those that are not aligned are told apart.
+    Of launches that differ only in the arguments `alike` the first one is compiled.
     """
-    builds = Builds()
+    builds, seen = Builds(), set()
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        key = _key(self, capability, args, kwargs, alike)
+        if key in seen:
+            return
+        seen.add(key)
         try:
             compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         except (triton.CompilationError, PTXASError, RuntimeError) as error:
@@ -102,12 +107,20 @@ def launch_keys(capability: int) -> Iterator[dict[str, set[str]]]:
     found: dict[str, set[str]] = {}
 
     def bind_only(self, *args, grid, warmup, **kwargs):
-        *_, binder = self.device_caches[capability]
-        _, specialization, options = binder(*args, debug=False, **kwargs)
-        found.setdefault(self.fn.__name__, set()).add(f"{specialization} {options}")
+        key = _key(self, capability, args, kwargs)
+        found.setdefault(self.fn.__name__, set()).add(key)
 
     with _in_place_of_run(bind_only, capability):
         yield found
+
+
+def _key(kernel: JITFunction, capability: int, args, kwargs, left_out: Collection[str] = ()) -> str:
+    """Triton's key of a launch, without some of its arguments."""
+    *_, binder = kernel.device_caches[capability]
+    _, specialization, options = binder(*args, debug=False, **kwargs)
+    values = zip(kernel.params, specialization, strict=True)
+    kept = [value for parameter, value in values if parameter.name not in left_out]
+    return f"{kernel.fn.__name__} {kept} {options}"
 
 
 @contextlib.contextmanager

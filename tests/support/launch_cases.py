@@ -16,11 +16,11 @@ from .verification_launches import Branches, SeveralDrafts, StockDrafter, Trees
 SHORT = (
     Cascade((8,)),
     Cascade((3, 8)),
-    Cascade((4, 8), "ngram"),
+    Cascade((3, 8), "ngram"),
     Cascade((8,), "suffix", store=1 << 24, shared=1 << 18),
     Cascade((3, 8), counted=(0,)),
     # All lookups that there are.
-    Cascade((4, 8), "sources", sources=4),
+    Cascade((3, 8), "sources", sources=4),
     Cascade((3, 8), unsure=(0, 1), horizontal_tokens=3),
     Cascade((3, 8), head=True),
     StockDrafter(torch.bfloat16),
@@ -60,7 +60,7 @@ ALL = (
     Cascade((1, 3, 8), shorter=(1, 2, 4)),
     Cascade((3, 8), unverified=(1,), shorter=(1, 2)),
     *(Cascade((4, 8), kind, shorter=(3, 4)) for kind in ("ngram", "bigram", "suffix", "sources")),
-    *(Cascade((4, 8), "sources", sources=n) for n in (1, 2, 8)),
+    *(Cascade((4, 8), "sources", sources=n) for n in (1, 2, 4, 8)),
     Cascade((8,), "sources", sources=1, chooses=True),
     Cascade((3, 8), "sources", sources=2, chooses=True),
     Cascade((3, 5)),
@@ -76,7 +76,7 @@ ALL = (
     Cascade((1, 3, 8), vocab_size=128, dtype=torch.float32, max_model_len=1000),
     # The longest drafts, and texts from a block to a million tokens.
     Cascade((15, 31, 63)),
-    *(Cascade((4, 8), "ngram", max_model_len=n) for n in (16, 1 << 20)),
+    *(Cascade((4, 8), "ngram", max_model_len=n) for n in (16, 40960, 1 << 20)),
     *(Cascade((63,), "suffix", store=n, max_model_len=1 << 20) for n in (0, 1)),
     *(Cascade((8,), "suffix", shared=n) for n in (1, 1000)),
     *(Cascade((1, 3), "suffix", store=1000, capacity=c, max_model_len=16) for c in (1, 3)),

@@ -107,10 +107,15 @@ print(tried(scalar_kernel, zeros(0), zeros(4), 4))
 
 
 def test_order_of_programs(tmp_path):
-    code = "out = zeros(1); last_kernel[(64,)](out); print(out.item())"
-    assert run(tmp_path, code) == ["63"]
-    ends = {seed: run(tmp_path, code, TRITON_CPU_CHECKS=f"order={seed}")[0] for seed in "123"}
-    assert len(set(ends.values())) == 3, ends
+    code = """
+for order in (checks.ACTIVE.order, 2, 3, None):
+    checks.ACTIVE.order, out = order, zeros(1)
+    last_kernel[(64,)](out)
+    print(out.item())
+"""
+    start = "from vllm_hsd.kernels.cpu_backend import checks\n"
+    *ends, ascending = run(tmp_path, start + code, TRITON_CPU_CHECKS="order=1")
+    assert len(set(ends)) == 3 and ascending == "63", ends
 
 
 def test_a_failed_assertion_raises(tmp_path):
@@ -121,49 +126,47 @@ def test_a_failed_assertion_raises(tmp_path):
 
 
 def test_what_is_not_known_raises_with_kernel_and_line(tmp_path):
-    (found,) = run(tmp_path, "print(tried(noinline_kernel, zeros(1)))")
+    """And a function that C does not know is found when compiling."""
+    code = """
+print(tried(noinline_kernel, zeros(1)))
+print(tried(scalar_kernel, zeros(1).bfloat16(), zeros(1).bfloat16(), 1))
+"""
+    unknown, *undeclared = run(tmp_path, code)
     line = KERNELS.splitlines().index("def noinline_kernel(x_ptr):") + 2
-    assert found == (
+    assert unknown == (
         f"Unsupported: noinline_kernel (kernels_of_test.py:{line}): the operation "
         "tt.elementwise_inline_asm"
     )
-
-
-def test_without_a_compiler_it_says_what_to_install(tmp_path):
-    code = "print(tried(last_kernel, zeros(1)))"
-    environment = {"CC": "no-such-compiler", "TRITON_CACHE_DIR": str(tmp_path)}
-    (found,) = run(tmp_path, code, **environment)
-    assert found.startswith("RuntimeError: ") and "install gcc" in found
-
-
-def test_a_compiler_without_half_floats_is_named(tmp_path):
-    """gcc before release 12."""
-    old = tmp_path / "old-gcc"
-    old.write_text('#!/bin/sh\nexec gcc -D_Float16=unknown_type "$@"\n')
-    old.chmod(0o755)
-    code = "print(tried(last_kernel, zeros(1)))"
-    (found,) = run(tmp_path, code, CC=str(old), TRITON_CACHE_DIR=str(tmp_path / "cache"))
-    assert found.startswith("RuntimeError: ") and "install gcc-12" in found
-
-
-def test_a_compiler_may_be_several_words(tmp_path):
-    """Such as `ccache gcc`; the option would be lost, and the kernel's object a program."""
-    code = "print(tried(last_kernel, zeros(1)))"
-    cache = str(tmp_path / "cache")
-    assert run(tmp_path, code, CC="env gcc", TRITON_CACHE_DIR=cache) == ["nothing"]
-
-
-def test_a_function_that_c_does_not_know_is_found_when_compiling(tmp_path):
-    code = "print(tried(scalar_kernel, zeros(1).bfloat16(), zeros(1).bfloat16(), 1))"
-    found = "\n".join(run(tmp_path, code))
+    found = "\n".join(undeclared)
     assert found.startswith("RuntimeError: ") and "implicit declaration" in found
 
 
-def test_without_the_headers_of_python_it_says_what_to_install(tmp_path):
-    code = "toolchain.HEADERS = Path('none'); print(tried(last_kernel, zeros(1)))"
-    start = "from pathlib import Path; from vllm_hsd.kernels.cpu_backend import toolchain; "
-    (found,) = run(tmp_path, start + code, TRITON_CACHE_DIR=str(tmp_path))
-    assert found.startswith("RuntimeError: ") and "apt install python3-dev" in found
+def test_without_a_compiler_it_says_what_to_install(tmp_path):
+    """Also for gcc before release 12, which has no half floats, and without Python's headers.
+
+    A compiler may be several words, such as `ccache gcc`; the option would be lost, and the
+    kernel's object a program.
+    """
+    old = tmp_path / "old-gcc"
+    old.write_text('#!/bin/sh\nexec gcc -D_Float16=unknown_type "$@"\n')
+    old.chmod(0o755)
+    code = f"""
+import os
+from pathlib import Path
+from vllm_hsd.kernels.cpu_backend import toolchain
+
+headers = toolchain.HEADERS
+for compiler, toolchain.HEADERS in (
+    ("no-such-compiler", headers), ({str(old)!r}, headers), ("gcc", Path("none")),
+    ("env gcc", headers),
+):
+    os.environ["CC"] = compiler
+    print(tried(last_kernel, zeros(1)))
+"""
+    *failed, found = run(tmp_path, code, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    for each, package in zip(failed, ("gcc", "gcc-12", "python3-dev"), strict=True):
+        assert each.startswith("RuntimeError: ") and f"apt install {package};" in each
+    assert found == "nothing"
 
 
 @pytest.mark.parametrize("text", ["bound", "order=", "threads=two", "bounds=1"])
