@@ -99,11 +99,6 @@ def jobs(names: Collection[str] = RARE, places: Sequence[int] = (0, 4)) -> dict[
     }
 
 
-def crowded_jobs() -> dict[str, dict]:
-    """As `jobs`, greedy only, for an engine with so few cache blocks that it preempts."""
-    return {f"{name}, crowded": job(RARE[name], 1) for name in SOME}
-
-
 def without_lists(jobs: dict[str, dict]) -> dict[str, dict]:
     """The jobs as plain vLLM is right about them.
 
