@@ -77,7 +77,6 @@ def junk(draw: random.Random) -> Any:
 
 
 def mappings(value: Any) -> list[dict]:
-    """All mappings in it."""
     inner = list(value.values() if isinstance(value, dict) else value)
     found = [p for v in inner if isinstance(v, dict | list) for p in mappings(v)]
     return [value, *found] if isinstance(value, dict) else found

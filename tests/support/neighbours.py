@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.soak_requests import REASONING
 from transformers import AutoTokenizer
 
 MODELS = Path(__file__).parents[2] / "benchmarks/models"
 TOKENIZER = AutoTokenizer.from_pretrained(MODELS / "target")
-# Several tokens for the byte tokenizer, so that the end is forced over several rows.
-START, END = "^", "~|~"
+START = REASONING["reasoning_start_str"]
 ENGINE: dict[str, Any] = {
     "model": str(MODELS / "target"),
     "skip_tokenizer_init": False,
@@ -21,13 +21,6 @@ ENGINE: dict[str, Any] = {
     # Plain vLLM cannot serve a seeded prompt in chunks on a CPU.
     "max_num_batched_tokens": 1024,
 }
-
-
-def reasoning() -> dict:
-    """Arguments of an engine whose requests may have thinking budgets; vLLM is imported here."""
-    from vllm.config import ReasoningConfig
-
-    return {"reasoning_config": ReasoningConfig(reasoning_start_str=START, reasoning_end_str=END)}
 
 
 def tokens(text: str) -> list[int]:
