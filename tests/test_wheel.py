@@ -18,6 +18,7 @@ from support.openai_server import running_server
 import vllm_hsd
 
 ROOT = Path(__file__).parents[1]
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vllm_hsd", "kernels")
 
 
@@ -39,8 +40,7 @@ def wheel(tmp_path_factory) -> Path:
             shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, directory)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", directory / "dist", directory)
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", directory / "dist", directory)
     return next((directory / "dist").glob("*.whl"))
 
 
@@ -55,8 +55,7 @@ def installed(wheel, tmp_path_factory):
     packages = directory / "venv" / "lib" / version / "site-packages"
     # A path in a .pth file brings the libraries without their .pth files, so without the checkout.
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    run(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel)
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     work = directory / "work"
     work.mkdir()

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.damaged_bytes import sentence_objection
 
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.config.cascade_config import CascadeConfig, read_speculative_config
@@ -167,28 +168,11 @@ FAULTS = [
 ]
 
 
-def is_one_sentence(message: str) -> bool:
-    return message.endswith(".") and "\n" not in message and len(message) < 400
-
-
 @pytest.mark.parametrize(("keys", "said"), FAULTS)
 def test_a_fault_is_one_sentence_that_names_the_key(keys, said):
     with pytest.raises(UserError, match=said) as error:
         CascadeConfig.parse(keys)
-    assert is_one_sentence(str(error.value)), error.value
-
-
-@pytest.mark.parametrize(
-    "written",
-    ["{", "[]", '{"levels": []}', '{"schema": 2, "levels": []}'],
-    ids=["not JSON", "not a mapping", "no schema", "another schema"],
-)
-def test_files_that_are_not_cascades(tmp_path, written):
-    path = tmp_path / "cascade.json"
-    path.write_text(written)
-    with pytest.raises(UserError, match="cascade: ") as error:
-        CascadeConfig.parse({"cascade": str(path)})
-    assert is_one_sentence(str(error.value))
+    assert sentence_objection(str(error.value), "", 400) is None
 
 
 def test_keys_next_to_a_cascade_file_win(tmp_path):

@@ -196,7 +196,9 @@ def test_trials_do_not_wait_for_searches():
     rates = np.where(np.arange(2) < 1, 0.02, 0.95)
     serving = Serving(cpu, [Guess(rates, confidence=0.3)], 2)
     serving.active = np.arange(1)
-    serving.run(9500)
+    serving.run(1500)
+    # As after many more.
+    serving.budget.budget.trials.pause[:] = LONGEST_PAUSE
     serving.active = np.arange(1, 2)
     serving.run(LONGEST_PAUSE + 200)
     assert serving.run(100) * cpu(1) > 1.5

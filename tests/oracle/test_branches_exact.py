@@ -56,11 +56,7 @@ def walked(emitted: Tokens, branches: list[Tokens], draw) -> Tokens:
     return text
 
 
-def at(branch: Tokens, place: int) -> Tokens:
-    return branch[:place]
-
-
-def step(p, q, verify, branches, node=at, key=None):
+def step(p, q, verify, branches, node=lambda branch, place: branch[:place], key=None):
     """The tokens that a step emits; node: the text whose row a place of a branch is drawn from."""
 
     def program(choices: Choices) -> Tokens:

@@ -111,6 +111,8 @@ def test_rounds(max_rounds):
         ("model, model", (2, 3), ("none",), "standard", None),
         ("model, model", (2, 3), ("none",), "block", 0),
         ("model, model", (2, 3), ("none",), "block", 1),
+        ("model, model", (2, 3), ("block",), "block", 0),
+        ("model, model", (2, 3), ("block",), "block", 1),
         ("lookup, model", (2, 3), ("none",), "block", None),
         ("lookup, model", (2, 3), ("none",), "standard", 1),
         ("lookup, bigram_model, model", (1, 2, 3), ("none", "block"), "block", None),
@@ -118,7 +120,7 @@ def test_rounds(max_rounds):
         ("lookup, bigram_model, model", (1, 2, 3), ("none", "none"), "standard", None),
     ],
 )
-def test_interleaved_levels(kinds, lengths, verifiers, verifier, eos):
+def test_interleaved_levels_and_texts_that_end(kinds, lengths, verifiers, verifier, eos):
     """Chen, "An Exploration of Hierarchical Speculative Decoding", Algorithm 2 made lossless."""
     rules = ("block", *verifiers)
     options = [LevelOptions(n, rule) for n, rule in zip(lengths, rules, strict=True)]
@@ -135,12 +137,6 @@ def test_three_models_with_a_verifier_each(verifiers):
     ]
     levels = build("model, model, model")
     assert bias(levels, options, 3, verifier=last, horizontal_tokens=1) < 1e-9
-
-
-@pytest.mark.parametrize("eos", [0, 1])
-def test_eos(eos):
-    levels = build("model, model")
-    assert bias(levels, [LevelOptions(2), LevelOptions(3)], 4, eos=eos) < 1e-9
 
 
 def test_temperature_and_temperature_scale():

@@ -132,10 +132,7 @@ def bias(rule, verifier: str, has_model: bool, vocabulary=2, length=3) -> tuple[
             text = (*text, *emitted)
         return text
 
-    with (
-        chosen.draws(),
-        mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches),
-    ):
+    with chosen.draws(), mock.patch("vllm_hsd.host.branches.follow_branches", step.follow_branches):
         return deviation(generate, target, length), won
 
 

@@ -222,13 +222,6 @@ FAST = (MODEL, "half of the file"), (MODEL, "a layer of fewer columns")
 FAST += ((HEAD, "a token beyond the vocabulary"),)
 
 
-def assert_named(error: RuntimeError, level: str, path: str) -> None:
-    """The end of the process's log has one sentence that names the level and its file."""
-    lines = [line for line in str(error).splitlines() if level in line]
-    assert lines, str(error)[-3000:]
-    assert path in lines[-1] and len(lines[-1]) < 600, lines[-1]
-
-
 @pytest.mark.parametrize(("kind", "damage"), slow_but(FAST, UNLOADABLE_CASES))
 def test_a_drafter_that_cannot_be_loaded_is_named(
     small_vocabulary, drafters, tmp_path, kind, damage
@@ -238,4 +231,8 @@ def test_a_drafter_that_cannot_be_loaded_is_named(
     index, engine = placed(place, small_vocabulary, {kind: broken})
     with pytest.raises(RuntimeError) as raised:
         run_engine(engine, {})
-    assert_named(raised.value, f"levels[{index}]", broken)
+    # The end of the process's log has one sentence that names the level and its file.
+    log = str(raised.value)
+    lines = [line for line in log.splitlines() if f"levels[{index}]" in line]
+    assert lines, log[-3000:]
+    assert broken in lines[-1] and len(lines[-1]) < 600, lines[-1]

@@ -31,7 +31,7 @@ VOCABULARY = 40
 def assert_refused(read: Callable, path: Path, said: str) -> None:
     with pytest.raises(UserError, match=said) as error:
         read(str(path))
-    assert sentence_objection(str(error.value), path.name) is None
+    assert sentence_objection(str(error.value), path.name, 400) is None
 
 
 def assert_refused_in_little_memory(read: Callable, path: Path, said: str) -> None:
@@ -151,6 +151,8 @@ TEXTS = {
     "an integer of 6000 digits": json.dumps(cascade()).replace("6", "6" * 6000).encode(),
     "NaN": json.dumps(cascade(horizontal_tokens=float("nan"))).encode(),
     "a key twice": b'{"schema": 1, "schema": 1}',
+    "no schema": b'{"levels": []}',
+    "another schema": b'{"schema": 2, "levels": []}',
     "schema true": json.dumps(cascade(schema=True)).encode(),
     "schema 1.0": json.dumps(cascade(schema=1.0)).encode(),
     "a list": b"[1]",

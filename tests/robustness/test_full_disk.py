@@ -25,14 +25,6 @@ def write_table(path: Path) -> None:
     write_store(collect_texts([text], 200), str(path))
 
 
-def write_head(path: Path) -> None:
-    write_exit_head(ExitHead(2, torch.ones(8), torch.ones(500, 8), 1e-6), path.parent)
-
-
-def write_profile(path: Path) -> None:
-    Profile(**plain_profile()).save(path)
-
-
 def write_tables_of_a_profile(path: Path) -> None:
     made = Profile(**plain_profile())
     survival = -np.sort(-np.random.default_rng(0).random((3, 3, 5, 5, 5)), axis=-1)
@@ -68,10 +60,11 @@ def objection(write: Callable[[Path], None], path: Path) -> str | None:
     return said if sorted(path.parent.iterdir()) == files else "leaves a part"
 
 
+HEAD = ExitHead(2, torch.ones(8), torch.ones(500, 8), 1e-6)
 WRITERS = {
     "table.npz": write_table,
-    FILE_NAME: write_head,
-    "profile.json": write_profile,
+    FILE_NAME: lambda path: write_exit_head(HEAD, path.parent),
+    "profile.json": Profile(**plain_profile()).save,
     "profile.safetensors": write_tables_of_a_profile,
     "cascade.json": write_text,
 }

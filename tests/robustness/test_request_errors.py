@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from support import request_faults
+from support import server_faults
 from support.openai_server import OpenAIServer, running_server
 from support.soak_servers import two_models
 
@@ -18,9 +18,9 @@ FORCED = {"structured_outputs": {"regex": "(ab){40}"}}
 ENDS_ALONE = {
     "refused by vLLM": ({"extra_body": {"allowed_token_ids": [10**6]}}, 400),
     "refused by vLLM's limit": ({"logprobs": 10**6}, 400),
-    "raised in validation": ({"seed": request_faults.VALIDATED}, 500),
-    "raised where the engine adds it": ({"seed": request_faults.ADDED}, 500),
-    "refused by its grammar": ({"seed": request_faults.GRAMMAR, "extra_body": FORCED}, 500),
+    "raised in validation": ({"seed": server_faults.VALIDATED}, 500),
+    "raised where the engine adds it": ({"seed": server_faults.ADDED}, 500),
+    "refused by its grammar": ({"seed": server_faults.GRAMMAR, "extra_body": FORCED}, 500),
 }
 
 
@@ -43,7 +43,7 @@ def begun(server: OpenAIServer) -> tuple[list[str], list[Iterator[str]]]:
 
 @pytest.fixture(scope="module")
 def server(text_family, tmp_path_factory):
-    config, plugin = two_models(text_family), "support.request_faults:install"
+    config, plugin = two_models(text_family), "support.server_faults:install"
     directory = tmp_path_factory.mktemp("server")
     with running_server(text_family.target, directory, config, plugin=plugin) as server:
         yield server
@@ -78,8 +78,8 @@ def test_an_error_of_one_request_ends_that_request_only(server, undisturbed, nam
 @pytest.mark.parametrize("place", ["drafting", "verification"])
 def test_an_error_in_the_worker_ends_every_stream_and_the_server(text_family, tmp_path, place):
     """A step's output has no field for a failed request: no client may wait forever."""
-    config, plugin = two_models(text_family), f"support.request_faults:{place}"
-    seed = {"drafting": request_faults.DRAFTED, "verification": request_faults.VERIFIED}[place]
+    config, plugin = two_models(text_family), f"support.server_faults:{place}"
+    seed = {"drafting": server_faults.DRAFTED, "verification": server_faults.VERIFIED}[place]
     with running_server(text_family.target, tmp_path, config, plugin=plugin) as server:
         _, streams = begun(server)
         with ThreadPoolExecutor(NEIGHBOURS + 1) as pool:

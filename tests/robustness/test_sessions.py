@@ -25,7 +25,8 @@ CONFIGURATIONS = {name: {"method": "hsd", "levels": levels} for name, levels in 
 CONFIGURATIONS["stock drafter"] = {**STOCK, "rejection_sample_method": "hierarchical"}
 
 
-async def _turns(speculative_config: dict | None) -> list[str]:
+def turns(speculative_config: dict | None) -> list[str]:
+    """The texts of the turns of one session."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.engine.protocol import StreamingInput
@@ -36,33 +37,29 @@ async def _turns(speculative_config: dict | None) -> list[str]:
     arguments = {"model": neighbours.ENGINE["model"], "dtype": "float32", "enforce_eager": True}
     arguments |= {"max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
     given = AsyncEngineArgs(**arguments, speculative_config=speculative_config)
-    engine = AsyncLLM.from_engine_args(given)
-    ended = [asyncio.Event() for _ in TURNS]
-    texts = [""] * len(TURNS)
     greedy = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     greedy |= {"stop_token_ids": neighbours.tokens(".")}
     params = SamplingParams(**greedy, output_kind=RequestOutputKind.DELTA)
+    texts, ended = [""], asyncio.Event()
 
     async def inputs():
-        for turn, event in zip(TURNS, ended, strict=True):
+        for turn in TURNS:
             prompt = TokensPrompt(prompt_token_ids=neighbours.tokens(turn))
             yield StreamingInput(prompt=prompt, sampling_params=params)
-            await event.wait()
+            await ended.wait()
+            ended.clear()
 
-    at = 0
-    async for output in engine.generate(inputs(), params, "session"):
-        if at < len(TURNS):
-            texts[at] += neighbours.TOKENIZER.decode(output.outputs[0].token_ids)
+    async def answered():
+        engine = AsyncLLM.from_engine_args(given)
+        async for output in engine.generate(inputs(), params, "session"):
+            texts[-1] += neighbours.TOKENIZER.decode(output.outputs[0].token_ids)
             if output.outputs[0].finish_reason is not None:
-                ended[at].set()
-                at += 1
-    engine.shutdown()
-    return texts
+                texts.append("")
+                ended.set()
+        engine.shutdown()
+        return texts[: len(TURNS)]
 
-
-def turns(speculative_config: dict | None) -> list[str]:
-    """The texts of the turns of one session."""
-    return asyncio.run(_turns(speculative_config))
+    return asyncio.run(answered())
 
 
 @pytest.mark.slow

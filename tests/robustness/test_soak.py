@@ -37,7 +37,7 @@ def cascades(text_family, tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.timeout(3600)
 def test_a_broken_server_is_noticed(text_family, requests, tmp_path):
     """Corrupted and forgotten requests are counted as what they are."""
-    config, plugin = two_models(text_family), "support.soak_faults:both"
+    config, plugin = two_models(text_family), "support.server_faults:soak"
     with running_server(text_family.target, tmp_path, config, THINKING, plugin=plugin) as server:
         report = soak(server, requests, seconds=8, at_least=250, patience=25)
         print(report)

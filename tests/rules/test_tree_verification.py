@@ -6,13 +6,7 @@ import torch
 from oracle.distributions import tree_distribution
 from support.exact_joint_distribution import chi_square_p_value
 
-from vllm_hsd.rules import (
-    Tree,
-    draw_iid,
-    draw_without_replacement,
-    verify_chain,
-    verify_tree,
-)
+from vllm_hsd.rules import Tree, draw_iid, draw_without_replacement, verify_chain, verify_tree
 
 V = 5
 METHODS = ["traversal", "recursive_rejection"]

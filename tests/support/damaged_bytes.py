@@ -7,7 +7,6 @@ from pathlib import Path
 from vllm_hsd.errors import UserError
 
 COUNT = 400
-LONGEST_MESSAGE = 500
 
 
 def damaged(rng: random.Random, content: bytes) -> bytes:
@@ -34,9 +33,9 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
     return bytes(content)
 
 
-def sentence_objection(message: str, name: str) -> str | None:
+def sentence_objection(message: str, name: str, longest: int = 500) -> str | None:
     """What keeps a message from being one sentence that names the file."""
-    if "\n" in message or not message.endswith(".") or len(message) > LONGEST_MESSAGE:
+    if "\n" in message or not message.endswith(".") or len(message) >= longest:
         return f"is not one sentence: {message[:300]!r}"
     return None if name in message else f"does not name the file: {message}"
 

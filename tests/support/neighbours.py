@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.soak_requests import REASONING
 from transformers import AutoTokenizer
 
 MODELS = Path(__file__).parents[2] / "benchmarks/models"
 TOKENIZER = AutoTokenizer.from_pretrained(MODELS / "target")
-# Several tokens for the byte tokenizer, so that the end is forced over several rows.
-START, END = "^", "~|~"
+START = REASONING["reasoning_start_str"]
 ENGINE: dict[str, Any] = {
     "model": str(MODELS / "target"),
     "skip_tokenizer_init": False,
@@ -21,13 +21,6 @@ ENGINE: dict[str, Any] = {
     # Plain vLLM cannot serve a seeded prompt in chunks on a CPU.
     "max_num_batched_tokens": 1024,
 }
-
-
-def reasoning() -> dict:
-    """Arguments of an engine whose requests may have thinking budgets; vLLM is imported here."""
-    from vllm.config import ReasoningConfig
-
-    return {"reasoning_config": ReasoningConfig(reasoning_start_str=START, reasoning_end_str=END)}
 
 
 def tokens(text: str) -> list[int]:
@@ -97,11 +90,6 @@ def jobs(names: Collection[str] = RARE, places: Sequence[int] = (0, 4)) -> dict[
         for place in (places if "budget" not in name else (i % 2 * 4,))
         if name in names
     }
-
-
-def crowded_jobs() -> dict[str, dict]:
-    """As `jobs`, greedy only, for an engine with so few cache blocks that it preempts."""
-    return {f"{name}, crowded": job(RARE[name], 1) for name in SOME}
 
 
 def without_lists(jobs: dict[str, dict]) -> dict[str, dict]:

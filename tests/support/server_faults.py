@@ -1,7 +1,12 @@
-"""Plugins of `OpenAIServer`: errors of one request, which names them by its seed."""
+"""Plugins of `OpenAIServer`: errors of one request, named by its seed, and faults for the soak."""
+
+import itertools
+
+import torch
 
 from vllm_hsd.tools.audit.mutants import replace
 
+SAMPLER = "vllm_hsd.host.cascade_sampler:CascadeRejectionSampler"
 VALIDATED, ADDED, GRAMMAR, DRAFTED, VERIFIED = range(7001, 7006)
 
 
@@ -47,8 +52,27 @@ def verification() -> None:
         _raise_in(batch, self.parameters.states, VERIFIED)
         return verify(self, logits, batch, *args, **kwargs)
 
-    sampler = "vllm_hsd.host.cascade_sampler:CascadeRejectionSampler"
-    replace(f"{sampler}.__call__", verify_or_raise)
+    replace(f"{SAMPLER}.__call__", verify_or_raise)
+
+
+def soak() -> None:
+    """One token in a hundred is none that the target drew; one request in fifty gets no answer."""
+    tokens, requests = itertools.count(1), itertools.count(1)
+
+    def verify_with_a_fault(verify, self, *args, **kwargs):
+        output = verify(self, *args, **kwargs)
+        ids = output.sampled_token_ids
+        for row in range(len(ids)):
+            if ids[row, 0] >= 0 and next(tokens) % 100 == 0:
+                ids[row, 0] = torch.where(ids[row, 0] == 5, 6, 5)
+        return output
+
+    def add_most(add, self, request, *args, **kwargs):
+        if next(requests) % 50:
+            add(self, request, *args, **kwargs)
+
+    replace(f"{SAMPLER}.__call__", verify_with_a_fault)
+    replace("vllm.v1.engine.core:EngineCore.add_request", add_most)
 
 
 def _raise_for(params, seed: int) -> None:
