@@ -19,7 +19,7 @@ from support.simulated_serving import (
 
 from vllm_hsd.budget.constants import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE
 from vllm_hsd.budget.draft_budget import DraftBudget
-from vllm_hsd.budget.prices import Round, cut
+from vllm_hsd.budget.prices import Round, cut, further_tokens
 from vllm_hsd.cascade.level import DraftingLevel, LookupResult, StepLevels
 
 TARGETS = [memory_bound, cpu, compute_bound]
@@ -354,6 +354,32 @@ def test_a_models_pass_is_over_all_requests_that_run(running, drafts):
     budget.trials.pause[:] = LONGEST_PAUSE
     plan = budget.plan(0 * one, LENGTH * one, running)
     assert bool(plan.selection.levels) == drafts
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(0.001, True), (1.0, False)])
+def test_a_trial_waits_until_its_drafts_are_a_small_share(seconds, tried):
+    """One request drafts, and the model's passes are over all that run."""
+    budget, slots = DraftBudget(drafting_levels([LENGTH], looks_up=False), 16), np.arange(16)
+    for tokens in range(1, 200):
+        budget.times[0].observe(tokens, seconds)
+        budget.times[1].observe(tokens, 0.1 * tokens)
+    plans = [budget.plan(slots, np.full(16, LENGTH), 16) for _ in range(40)]
+    assert any(plan.selection.levels for plan in plans) == tried
+
+
+@pytest.mark.parametrize(
+    ("verify", "further"),
+    [
+        ([0, 1, 2, 3], [1, 1, 1]),
+        # Steeper from the second token on; dear only at first; at last as long as for one.
+        ([0, 1, 3, 6], [1, 2, 3]),
+        ([0, 3, 4, 4.5], [3, 3, 3]),
+        ([0, 4, 2, 1], [1 / 3, -2, -1]),
+    ],
+)
+def test_a_further_token_costs_what_those_up_to_the_cheapest_end_do(verify, further):
+    """Else a larger pass is taken for as cheap as the smallest one, which is met no more."""
+    assert further_tokens(np.array(verify, dtype=float)) == pytest.approx(np.array(further))
 
 
 def test_a_level_that_verifies_nothing_takes_nothing_from_below():

@@ -64,7 +64,7 @@ def test_a_trial_is_on_another_request_each_time_and_its_pause_passes_without_pl
     assert tried == [0, 1, 2, 3] * 4
 
 
-def test_a_trial_waits_until_its_reading_is_a_small_share():
+def test_a_trial_waits_until_its_cost_is_a_small_share():
     trials = Trials(1)
-    due = [trials.due(0, reading=10.0) for _ in range(200 + TRIAL_STEPS)]
+    due = [trials.due(0, cost=10.0) for _ in range(200 + TRIAL_STEPS)]
     assert due == [False] * 200 + [True] * TRIAL_STEPS

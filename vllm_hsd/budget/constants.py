@@ -27,7 +27,7 @@ TRIAL_STEPS = 6
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
 # Steps without a search where searches do not pay: they tell by themselves what they would gain.
 SEARCH_PAUSE = 8
-# Of the time since the last one, what a trial spends at most on reading what a level has missed.
-READING_SHARE = 0.05
+# Of the time since the last one, what a trial spends at most on drafts and on reading before them.
+TRIAL_SHARE = 0.05
 # Answers whose lengths are known.
 ANSWERS = 64

@@ -157,7 +157,9 @@ class DraftBudget:
         for top in range(target):
             used = top == best and gains[best][0] > 0
             option, least = self.rows[top, target], costs[top].min()
-            if not used and self.trials.due(option, least / size):
+            few = min(PLACES, self.longest)
+            cost = least + self.trials.steps * rate * float(seconds[top][few])
+            if not used and self.trials.due(option, cost / size):
                 cheapest = np.flatnonzero(costs[top] == least)
                 taken = cheapest[self.trials.takes_part(option, len(cheapest))]
                 lengths = np.zeros_like(most)

@@ -49,18 +49,20 @@ class Plan:
 
 
 def further_tokens(verify: np.ndarray) -> np.ndarray:
-    """[N] by the tokens of a draft what one more of it costs: as much as the first one.
+    """[N] by the tokens of a draft what one more of it costs: as much as the first one, at least.
 
-    Where a pass over more tokens takes less time, as much as each of those up to the cheapest end.
+    Where those after it cost more, as much as each of those up to the cheapest end; where a pass
+    over more tokens takes less time, always.
 
     Args:
         verify: [N + 1] that the target reads so many tokens of a request, see `Plan`.
     """
-    found = np.full(len(verify) - 1, verify[1])
     known = verify[verify < FORBIDDEN]
-    if (np.diff(known) < 0).any():
-        for n in range(len(known) - 1):
-            found[n] = ((known[n + 1 :] - known[n]) / np.arange(1, len(known) - n)).min()
+    found = np.full(len(verify) - 1, verify[1])
+    least = verify[1] if (np.diff(known) >= 0).all() else -FORBIDDEN
+    for n in range(len(known) - 1):
+        ahead = (known[n + 1 :] - known[n]) / np.arange(1, len(known) - n)
+        found[n] = max(ahead.min(), least)
     return found
 
 

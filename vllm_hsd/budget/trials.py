@@ -8,7 +8,7 @@ from vllm_hsd.budget import constants
 
 
 class Trials:
-    """The first trial of an option is at once.
+    """The first trial of an option is at once, if it costs nothing.
 
     Args:
         options: how many there are.
@@ -28,19 +28,19 @@ class Trials:
         """Note that the option is used in this step for what it is expected to gain."""
         self.idle[option], self.pause[option] = 0, constants.FIRST_PAUSE
 
-    def due(self, option: int, reading: float = 0.0) -> bool:
+    def due(self, option: int, cost: float = 0.0) -> bool:
         """Whether the option is used in this step although it does not pay; a step has passed.
 
         Args:
-            reading: tokens that each request would get while what was missed is read.
+            cost: tokens that each request would get in the time that a trial spends on drafting.
         """
         self.idle[option] += 1
-        pause = max(self.pause[option], int(reading / constants.READING_SHARE))
+        pause = max(self.pause[option], int(cost / constants.TRIAL_SHARE))
         idle = self.idle[option] - pause
         if idle >= self.steps:
-            self.idle[option], longer = 0, 2 * self.pause[option]
+            self.idle[option] = 0
             self.ended[option] += 1
-            self.pause[option] = np.clip(longer, constants.FIRST_PAUSE, constants.LONGEST_PAUSE)
+            self.pause[option] = np.clip(2 * pause, constants.FIRST_PAUSE, constants.LONGEST_PAUSE)
         return bool(idle > 0)
 
     def wait(self, option: int) -> None:
