@@ -1,5 +1,7 @@
 """Times of passes and pauses of trials, of which `test_draft_budget` serves the whole."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,9 @@ def test_a_trial_is_on_another_request_each_time_and_its_pause_passes_without_pl
 
 
 def test_a_trial_waits_until_its_cost_is_a_small_share():
-    trials = Trials(1)
-    due = [trials.due(0, cost=10.0) for _ in range(200 + TRIAL_STEPS)]
-    assert due == [False] * 200 + [True] * TRIAL_STEPS
+    """But the first one does not wait for its drafts; the next pause is twice as long."""
+    trials, waits = Trials(1), []
+    for cost in ({"reading": 10.0, "drafts": 5.0}, {"drafts": 25.0}, {"reading": 10.0}):
+        waits.append(next(n for n in itertools.count() if trials.due(0, **cost)))
+        assert all(trials.due(0, **cost) for _ in range(TRIAL_STEPS - 1))
+    assert waits == [200, 500, 1000]

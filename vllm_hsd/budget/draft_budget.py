@@ -157,9 +157,8 @@ class DraftBudget:
         for top in range(target):
             used = top == best and gains[best][0] > 0
             option, least = self.rows[top, target], costs[top].min()
-            few = min(PLACES, self.longest)
-            cost = least + self.trials.steps * rate * float(seconds[top][few])
-            if not used and self.trials.due(option, cost / size):
+            drafts = self.trials.steps * rate * float(seconds[top][min(PLACES, self.longest)])
+            if not used and self.trials.due(option, least / size, drafts / size):
                 cheapest = np.flatnonzero(costs[top] == least)
                 taken = cheapest[self.trials.takes_part(option, len(cheapest))]
                 lengths = np.zeros_like(most)

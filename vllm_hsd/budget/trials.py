@@ -8,7 +8,7 @@ from vllm_hsd.budget import constants
 
 
 class Trials:
-    """The first trial of an option is at once, if it costs nothing.
+    """The first trial of an option is at once, if nothing is to be read for it.
 
     Args:
         options: how many there are.
@@ -28,13 +28,15 @@ class Trials:
         """Note that the option is used in this step for what it is expected to gain."""
         self.idle[option], self.pause[option] = 0, constants.FIRST_PAUSE
 
-    def due(self, option: int, cost: float = 0.0) -> bool:
+    def due(self, option: int, reading: float = 0.0, drafts: float = 0.0) -> bool:
         """Whether the option is used in this step although it does not pay; a step has passed.
 
         Args:
-            cost: tokens that each request would get in the time that a trial spends on drafting.
+            reading: tokens that each request would get while what was missed is read.
+            drafts: and while a trial's drafts are made, for which the first trial does not wait.
         """
         self.idle[option] += 1
+        cost = reading + drafts if self.ended[option] else reading
         pause = max(self.pause[option], int(cost / constants.TRIAL_SHARE))
         idle = self.idle[option] - pause
         if idle >= self.steps:
