@@ -22,7 +22,7 @@ LONGEST = (
     "test_head_levels.py",
     "test_recurrent_targets.py",
     "test_seeds.py",
-    "test_draft_budget.py",
+    "test_simulated_serving.py",
     "test_damaged_drafters.py",
     "test_forced_tokens.py",
     "test_mrope.py",

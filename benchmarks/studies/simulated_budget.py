@@ -79,13 +79,15 @@ def record(models: Models, prompts: dict[str, list[Prompt]], path: Path) -> None
     from vllm import LLM, SamplingParams
 
     target_model = str(models.target())
-    settings: dict[str, Any] = {
-        "max_model_len": 4096,
-        "enforce_eager": True,
-        "seed": 0,
-        "kv_cache_memory_bytes": 1 << 29,
-    }
-    engine = cpu_defaults(target_model, settings)
+    engine = cpu_defaults(
+        target_model,
+        {
+            "max_model_len": 4096,
+            "enforce_eager": True,
+            "seed": 0,
+            "kv_cache_memory_bytes": 1 << 29,
+        },
+    )
     sets = [name for name, chats in prompts.items() for _ in chats]
     chats: Any = [chat for own in prompts.values() for chat in own]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""Times of passes and pauses of trials, of which `test_draft_budget` serves the whole."""
+"""Times of passes and pauses of trials, of which `test_simulated_serving` serves the whole."""
 
 import itertools
 

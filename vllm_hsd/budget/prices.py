@@ -58,12 +58,11 @@ def further_tokens(verify: np.ndarray) -> np.ndarray:
         verify: [N + 1] that the target reads so many tokens of a request, see `Plan`.
     """
     known = verify[verify < FORBIDDEN]
-    found = np.full(len(verify) - 1, verify[1])
-    least = verify[1] if (np.diff(known) >= 0).all() else -FORBIDDEN
-    for n in range(len(known) - 1):
-        ahead = (known[n + 1 :] - known[n]) / np.arange(1, len(known) - n)
-        found[n] = max(ahead.min(), least)
-    return found
+    found, tokens = np.full(len(verify) - 1, verify[1]), np.arange(len(known))
+    more = tokens - tokens[:-1, None]
+    each = (known - known[:-1, None]) / np.maximum(more, 1)
+    found[: len(each)] = np.where(more > 0, each, np.inf).min(axis=1)
+    return found if (np.diff(known) < 0).any() else np.maximum(found, verify[1])
 
 
 def cut(

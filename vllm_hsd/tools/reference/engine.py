@@ -169,9 +169,7 @@ class ReferenceEngine:
         count, model = int(drafts.counts[0]), len(self.levels)
         path = drafts.token_ids[0, :count].tolist()
         logits = request.logits_along(self.target, model, path)
-        rows, uniforms = logits, None
-        if not request.greedy:
-            rows, uniforms = request.probs(logits, model), request.draw(count + 1, model)
+        rows, uniforms = request.probs(logits, model), request.draw(count + 1, model)
         emitted, accepted = drafts.verify(0, rows, uniforms, self.verifier)
         if self.cascade is not None and count:
             self.cascade.record_acceptance(ONLY, np.array([accepted]), request.thresholds)

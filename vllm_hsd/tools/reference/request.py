@@ -63,14 +63,15 @@ class Request:
         return scores.softmax(-1)
 
     def uniforms(self, requests: np.ndarray, counts: np.ndarray, model: int) -> np.ndarray:
-        """[sum(counts)] float64, see `draw`."""
-        return np.array(self.draw(int(counts.sum()), model))
-
-    def draw(self, count: int, model: int) -> list[float]:
-        """Uniforms; one counter for all models, which only increases."""
+        """[sum(counts)] float64 uniforms; one counter for all models, which only increases."""
+        count = int(counts.sum())
         draws = np.arange(self.draws, self.draws + count)
         self.draws += count
-        found: list[float] = host_uniforms(np.array(self.seed), np.array(model), draws).tolist()
+        return host_uniforms(np.array(self.seed), np.array(model), draws)
+
+    def draw(self, count: int, model: int) -> list[float]:
+        """The next `count` of these uniforms."""
+        found: list[float] = self.uniforms(ONLY, np.array([count]), model).tolist()
         return found
 
     def draft_batch(self) -> DraftBatch:
