@@ -32,7 +32,7 @@ def tile_shape(vocab_size: int) -> tuple[int, int, int]:
 
 def padded_size(count: int) -> int:
     """Smallest power of two, at least 2, that holds ``count`` lanes."""
-    return max(2, triton.next_power_of_2(count))
+    return max(2, 1 << (count - 1).bit_length())
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

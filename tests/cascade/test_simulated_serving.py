@@ -72,7 +72,7 @@ def rare() -> list:
 
 
 def rare_next_to_a_head() -> list:
-    return [Guess(0.5, 0.15), Drafter(0.2, lambda _: 0.01)]
+    return [Guess(0.5, 0.15), Drafter(0.2, lambda _: 0.01, verifies=False)]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,22 @@ def test_trials_do_not_wait_for_searches():
     serving.active = np.arange(1, 2)
     serving.run(LONGEST_PAUSE + 200)
     assert serving.run(100) * cpu(1) > 1.5
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_next_to_a_head_lookups_search_where_they_gain_more(verifies):
+    """A model that takes from them has to know what they offer; both are as good by themselves."""
+    rates = np.where(np.arange(2) < 1, 0.1, 0.95)
+    head = Drafter(0.7, lambda _: 0.05 * cpu(1), verifies=verifies)
+    serving = Serving(cpu, [Guess(rates, 1.0, np.array([0.2, 0.95])), head], 2)
+    searches = []
+    for request in range(2):
+        serving.active = np.arange(request, request + 1)
+        serving.run(400)
+        before = serving.budget.budget.times[0].observed
+        serving.run(90)
+        searches.append(serving.budget.budget.times[0].observed - before)
+    assert searches == ([10, 90] if not verifies else [90, 90])
 
 
 def test_searches_are_found_to_pay_again_within_a_pause():

@@ -70,6 +70,7 @@ class Drafter:
     rate: float | np.ndarray
     seconds: Callable[[int], float]  # of a pass by tokens
     sureness: float = 1.0  # how far its confidence tells right from wrong; 0 for not at all
+    verifies: bool = True  # a head does not
     # See `HostProgram`; of the lowest level alone.
     timed = None
     context_length = UNLIMITED
@@ -216,7 +217,9 @@ class Serving:
         is_lookup = isinstance(self.levels[0], LookupLevel)
         self.budget = None
         if self.fixed is None:
-            self.budget = HostBudget(drafting_levels(lengths, looks_up=is_lookup), self.size)
+            verify = all(level.verifies for level in self.levels[1:])
+            told = drafting_levels(lengths, looks_up=is_lookup, verify=verify)
+            self.budget = HostBudget(told, self.size)
         if self.budget is not None and not is_lookup:
             self.levels[0].timed = self.budget.timed
         options = [LevelOptions(length) for length in lengths]

@@ -66,8 +66,9 @@ class DraftBudget:
         self.acceptance = AcceptanceEstimates(len(pairs), num_slots)
         self.trials = Trials(len(pairs))
         self.reading = Reading(self.target, num_slots)
-        # Of lookups right below the target.
+        # Of lookups that draft for the target alone, no model above them.
         self.searches = Searches()
+        self.feeds = any(level.verifies for level in levels[1:])
         # Requests of the target's step under way, and seconds of drafting for it.
         self.waiting, self.drafting_seconds = np.zeros(num_slots, dtype=bool), 0.0
         # By level and passes so far, what a further pass gains of each request, exponentially
@@ -97,7 +98,8 @@ class DraftBudget:
         Args:
             slots, most: [n] int64 requests that may draft, and how many tokens.
             running: requests of the step, n at least.
-            offer: what the lookup of level 0 has found for these requests.
+            offer: what the lookup of level 0 has found for these requests; None where it has not
+                searched, and drafts nothing.
             late: [levels, n] seconds in which a level reads what it has missed of a request before
                 it drafts; None for nothing.
             left: [n] tokens that the requests may still get; None for one each.
@@ -133,6 +135,8 @@ class DraftBudget:
         if verify[1] >= FORBIDDEN:
             return Plan(verify)
         size, target = len(slots), self.target
+        # The cheapest level that may draft for the target.
+        first = int(offer is None and self.levels[0].looks_up)
         rate, tokens = self.goodput[-1].rate(running), self.goodput[-1].gain(running)
         token = further_tokens(verify[::size] / size)
         feeders, seconds = self._cheapest_paths(slots, running, offer, late / left)
@@ -140,7 +144,7 @@ class DraftBudget:
         def gain(top: int, most: np.ndarray) -> tuple[float, np.ndarray, float]:
             return self._gain(top, slots, most, verify, rate * seconds[top], offer)
 
-        gains, costs = [gain(top, most) for top in range(target)], rate * late
+        gains, costs = [gain(top, most * (top >= first)) for top in range(target)], rate * late
         # A step without drafts takes the time of so many tokens of a request, and gives one.
         worth = []
         for net, _, accepted in [*gains, (0.0, most, 0.0)]:
@@ -151,10 +155,13 @@ class DraftBudget:
             if not reads[top].all():
                 gains[top] = gain(top, np.where(reads[top], most, 0))
         best = max(range(target), key=lambda top: gains[top][0])
-        searched = gains[0][0] + rate * float(seconds[0][-1]) if gains[0][0] > 0 else 0.0
+        # Above what would be drafted without the search.
+        others = max([0.0, *(net for net, _, _ in gains[1:])])
+        offered = gains[0][0] + rate * float(seconds[0][-1]) if gains[0][0] > 0 else 0.0
+        searched = max(offered - others, 0.0)
         if gains[best][0] > 0:
             self.trials.pays(self.rows[best, target])
-        for top in range(target):
+        for top in range(first, target):
             used = top == best and gains[best][0] > 0
             option, least = self.rows[top, target], costs[top].min()
             drafts = self.trials.steps * rate * float(seconds[top][min(PLACES, self.longest)])
@@ -201,7 +208,7 @@ class DraftBudget:
         """
         row, places = self.rows[level, self.target], np.arange(estimates.shape[1])
         scale = self.acceptance.scale(row, slots)
-        each = self._corrected(row, np.nan_to_num(estimates), scale)
+        each = self._corrected(row, np.where(np.isnan(estimates), 0.0, estimates), scale)
         survival = np.where(places < drafted[:, None], each, 1.0).prod(1)
         more = np.arange(np.ceil(further.emitted), dtype=np.int64)
         reached = survival[:, None] * self.acceptance.ahead(row, slots, 1) ** (more + 1)
@@ -380,7 +387,7 @@ class DraftBudget:
 
     def searches_for(self, size: int) -> bool:
         """Whether lookups of level 0 search for so many requests; a step has passed."""
-        due = self.target > 1 or self.searches.due(self.times[0].nearest(size))
+        due = self.feeds or self.searches.due(self.times[0].nearest(size))
         if not due:
             self.trials.wait(self.rows[0, self.target])
         return due
@@ -389,8 +396,8 @@ class DraftBudget:
         """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""
         self.times[0].observe(size, seconds)
         # A clock may be too coarse to see a search.
-        if self.target == 1 and not (self.times[0].empty or self.times[1].empty):
-            cost = self.goodput[0].rate(size) * self.times[0].seconds(size)
+        if not (self.feeds or self.times[0].empty or self.times[-1].empty):
+            cost = self.goodput[-1].rate(size) * self.times[0].seconds(size)
             self.searches.observe(self.times[0].nearest(size), size, gained, cost)
 
     def _count(self, level: int, verifier: int, requested: np.ndarray, drafted: np.ndarray) -> None:
@@ -409,6 +416,8 @@ class DraftBudget:
     ) -> None:
         """Learn how many tokens of drafts were accepted; arguments as for `level_verified`."""
         row, width = self.rows[level, verifier], int(drafted.max(initial=0))
+        if not width:
+            return
         given = estimates[:, :width]
         given = np.where(np.isnan(given), PRIOR_ACCEPTANCE, given)
         expected = self.acceptance.corrected(row, given, np.arange(width))

@@ -53,7 +53,8 @@ class Reading:
         count = (further > 0).sum(1)
         mean = np.minimum(further, most[:, None]).sum(1, where=further > 0) / np.maximum(count, 1)
         found = np.where(count > 0, mean, age if self.answers else most)
-        return np.clip(found, 1.0, np.maximum(most, 1.0))
+        bounded: np.ndarray = np.minimum(np.maximum(found, 1.0), np.maximum(most, 1.0))
+        return bounded
 
     def pays(
         self,

@@ -66,7 +66,7 @@ class HostBudget:
         told = self.awaits_verdict[slots] & (sampled > 0)
         drafted = np.where(told, np.minimum(self.lengths[slots], accepted + rejected), 0)
         accepted = np.where(told, accepted, 0)
-        for top in np.unique(self.top[slots[told]]).tolist():
+        for top in sorted({*self.top[slots[told]].tolist()}):
             own = told & (self.top[slots] == top)
             estimates = program.estimate[top][slots[own]]
             verified = drafted[own], estimates, accepted[own]
@@ -110,20 +110,23 @@ class HostBudget:
         drafts, offer, self.searching = program.drafts, None, 0.0
         slots, most = program.slots[drafts], state.requested[-1].numpy()[drafts].astype(np.int64)
         if program.has_lookup and len(slots):
-            if not _agreed(partial(self.budget.searches_for, len(slots))):
+            began, alone = clock.seconds(), self.budget.target == 1
+            if _agreed(partial(self.budget.searches_for, len(slots))):
+                offer = program.draft_ahead(state, drafts)
+            elif alone:
                 if self.branches is not None:
                     self.branches.none(state)
                     self.budget.branch_tokens[slots] = 0
                 return StepLevels()
-            began = clock.seconds()
-            offer = program.draft_ahead(state, drafts)
+            searching = clock.seconds() - began
         late = self._late(program, len(slots))
         plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, left[drafts]))
         selected, self.further = plan.selection, plan.further
         if offer is not None:
-            # With the plan: nothing is planned where nothing is searched for.
             self.searching = clock.seconds() - began
-            self.budget.searched(len(slots), self.searching, plan.gained)
+            # Of lookups alone nothing is planned where nothing is searched for.
+            cost = self.searching if alone else searching
+            self.budget.searched(len(slots), cost, plan.gained)
         if selected.levels and program.thresholds is not None:
             # Entropies of a draft are those of all levels.
             selected = replace(program.everything, most=selected.most)

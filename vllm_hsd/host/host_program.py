@@ -170,7 +170,7 @@ class HostProgram(Program):
             # A level that is left out adds no token of its own.
             own = int(k + 1 in self.selection.levels)
             room = requested[k + 1] - (drafted[k + 1] if again else 0) - own
-            requested[k] = np.clip(room, 0, state.draft_lengths.numpy()[k])
+            requested[k] = np.minimum(np.maximum(room, 0), state.draft_lengths.numpy()[k])
             if again:
                 start[k], drafted[k] = state.end.numpy(), 0
 
@@ -348,8 +348,7 @@ class HostProgram(Program):
         request, place = new.nonzero()
         # The largest probability at temperature 1; what it is worth is learned.
         row = torch.from_numpy(request), torch.from_numpy(place - before[request])
-        logits = self.logits[row].float()
-        sure = torch.exp(logits.amax(1) - logits.logsumexp(1))
+        sure = torch.softmax(self.logits[row], 1, dtype=torch.float32).amax(1)
         self.estimate[level][self.slots[request], place] = sure.numpy()
         slots = self.slots[wants]
         more = budget.goes_on(level, slots, self.estimate[level][slots], drafted[wants])

@@ -206,7 +206,7 @@ class ProgramHead(ProgramModel):
         slots, begins = batch.idx_mapping_np[:count], batch.num_computed_tokens_np[:count]
         length = self.step.texts["length"].numpy()[slots]
         computed = batch.num_scheduled_tokens[:count]
-        verified = np.clip(length - 1 - begins, 0, computed)
+        verified = np.minimum(np.maximum(length - 1 - begins, 0), computed)
         states, entered = torch.cat(self.step.states, -1), self.speculator.parameters.entered
         for i, start in enumerate(batch.query_start_loc_np[:count]):
             if entered[slots[i]]:
