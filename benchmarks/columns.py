@@ -117,7 +117,9 @@ def rate(answers: Sequence[Any]) -> float:
 
 def chosen(answers: Sequence[Any]) -> dict[str, float]:
     """Mean draft length and the share of drafts without a token; nothing without speculation."""
-    tops = [each.levels[-1] for each in answers if each.levels]
+    # Of an engine that hosts several cascades, the highest level that took part.
+    levels = [each.levels for each in answers if each.levels]
+    tops = [next((k for k in reversed(own) if k["requested"]), own[-1]) for own in levels]
     requested = sum(level["requested"] for level in tops)
     names = {"draft_length": "drafted", "no_draft": "empty"} if requested else {}
     return {c: sum(level[name] for level in tops) / requested for c, name in names.items()}

@@ -192,7 +192,7 @@ class Sweep:
                     **self._differences(cells, index),
                     "dtype": self.setup.dtype,
                     "max_tokens": self.params["max_tokens"],
-                    "engine": "eager" if eager else "compiled",
+                    "engine": engine_of(eager),
                 }
             )
         return rows
@@ -317,10 +317,20 @@ def started(
     try:
         comparison, setup = bench.prepare(comparison)
         chosen.dtype = setup.dtype
+        if setup.device != "cpu":
+            raise UserError(
+                "engines take turns on the memory of a host here: on this device use `vllm-hsd "
+                "bench`, or `make EXTRA=cpu` in a clone without .venv."
+            )
         with engines_class(comparison, setup) as engines:
             yield Sweep([PLAIN, *configs], comparison, setup, engines, ignore_eos=ignore_eos)
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+def engine_of(eager: bool) -> str:
+    """What the column says of an engine."""
+    return "eager" if eager else "compiled"
 
 
 def fill(
@@ -340,7 +350,7 @@ def fill(
         a sentence for every greedy difference that is no near tie of the target.
     """
     faults: list[str] = []
-    size = {"max_tokens": chosen.max_tokens}
+    size = {"max_tokens": chosen.max_tokens, "engine": engine_of(not chosen.compiled)}
     size |= {"dtype": chosen.dtype} if chosen.dtype != "auto" else {}
     for group in groups:
         names = PLAIN, *group.configs

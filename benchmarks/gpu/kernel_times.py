@@ -65,6 +65,8 @@ def run(setting: Setting) -> Finding:
         drafts = Drafts.make(vocabulary, batch, n, temperature, noise=NOISE, device=setting.device)
         case = {"vocabulary": vocabulary, "draft": n, "batch": batch, "temperature": temperature}
         case["case"] = f"V={vocabulary}, n={n}, T={temperature:g}"
+        # Of the process in which the part was run, as the floors are.
+        case["copy_bytes_per_s"] = bandwidth
         return {"rows": [case | row for row in measure(drafts, v2, bandwidth, repeats, flush)]}
 
     for case in cases:
@@ -74,7 +76,6 @@ def run(setting: Setting) -> Finding:
             waiting.append(name)
         else:
             rows += part["rows"]
-    rows = [row | {"copy_bytes_per_s": bandwidth} for row in rows]
     lines = [f"Copy: {bandwidth / 1e12:.2f} TB/s read and written.", *_lines(rows)]
     return Finding(lines, rows, left_out, waiting)
 

@@ -37,6 +37,8 @@ GRACE = 30
 SAME = ("device", "code", "torch", "triton", "vllm", "engine_args")
 # What is compiled for one engine serves the next one, also after a run that went on elsewhere.
 CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+# Process groups of the items that are under way.
+_RUNNING: set[int] = set()
 # "name", "verdict" ("passed", "failed" or "could not run"), "reason", "seconds", "started" (UTC),
 # "host", "clocks" before and after, and the fields of `items.Finding`.
 Result = dict[str, Any]
@@ -85,7 +87,7 @@ def run(
     """
     began = time.monotonic()
     here = host.description() | ({"engine_args": engine_args} if engine_args else {})
-    reporting = threading.Lock()
+    reporting, stopped = threading.Lock(), threading.Event()
 
     def is_left(item: Item) -> bool:
         waiting = None
@@ -93,6 +95,8 @@ def run(
             if item.limit + GRACE > seconds - (time.monotonic() - began):
                 return True
             result = run_item(item, output, here) | {"host": here}
+            if stopped.is_set():
+                return True
             with reporting:
                 with written_whole(_path(output, item)) as unfinished:
                     unfinished.write_text(json.dumps(result, indent=1))
@@ -108,9 +112,17 @@ def run(
     todo = [item for item in items if again or not is_done(load(output, item), here)]
     together = [item for item in todo if at_once > 1 and not item.alone]
     with ThreadPoolExecutor(at_once) as pool:
-        left = [
-            item for item, its in zip(together, pool.map(is_left, together), strict=True) if its
-        ]
+        try:
+            left = [
+                item for item, its in zip(together, pool.map(is_left, together), strict=True) if its
+            ]
+        except BaseException:
+            # Leaving the pool waits for what it runs.
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in [*_RUNNING]:
+                _end(group)
+            raise
     return left + [item for item in todo if item not in together and is_left(item)]
 
 
@@ -141,6 +153,7 @@ def run_item(item: Item, output: Path, here: dict[str, str] | None = None) -> Re
             stderr=stream,
             start_new_session=True,
         )
+    _RUNNING.add(process.pid)
     try:
         process.wait(item.limit + GRACE)
         outcome = _outcome(report, item, process.returncode)
@@ -149,9 +162,9 @@ def run_item(item: Item, output: Path, here: dict[str, str] | None = None) -> Re
         outcome = {"verdict": "failed", "reason": reason}
     finally:
         # The item's own children, too: engines outlive a process that is killed.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end(process.pid)
         process.wait()
+        _RUNNING.discard(process.pid)
         report.unlink(missing_ok=True)
     return {
         **{"name": item.name, "reason": "", "lines": [], "rows": []},
@@ -161,6 +174,11 @@ def run_item(item: Item, output: Path, here: dict[str, str] | None = None) -> Re
         "started": time.strftime("%Y-%m-%d %H:%M", started),
         "clocks": [clocks, host.clocks()],
     }
+
+
+def _end(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _outcome(report: Path, item: Item, status: int) -> Result:
@@ -255,6 +273,9 @@ def main() -> int:
     parser.add_argument("--engine-args", default="", help="JSON: of vllm.LLM, for every engine")
     parser.add_argument("--at-once", type=int, default=1, help="items that are not timed, at once")
     args = parser.parse_args()
+    # Else the item under way would go on alone, next to those of the next run.
+    for each in signal.SIGTERM, signal.SIGHUP:
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
     if not torch.cuda.is_available() and TOY not in os.environ:
         print("No CUDA device was found: run this on a host with a GPU.", file=sys.stderr)
         return 1

@@ -10,7 +10,9 @@ from support.engines import ENGINE_DEFAULTS, forked, in_process, prepare, run_jo
 from support.level_files import cascade, every_kind, write_level_files
 from support.openai_server import running_server
 
+from vllm_hsd.tools.cli import bench
 from vllm_hsd.tools.cli import main as cli
+from vllm_hsd.tools.cli.bench_jobs import Comparison, Setup
 from vllm_hsd.tools.engine import EngineProcess
 
 TOKEN, PATH = "hf_marked_token", "/marked/secret/path"
@@ -97,6 +99,14 @@ def test_doctor_prints_no_secret(family, capsys):
     printed = capsys.readouterr()
     assert "SpeculativeConfig(" in printed.out
     assert not tells(printed.out + printed.err)
+
+
+def test_results_hold_no_secret(tmp_path):
+    """What `bench` and `verify` write of a run, next to what they have measured."""
+    given = {"dtype": "float32", **MARKED}
+    comparison = Comparison("m", [None], ["p"], [1], [0.0], 8, 1, 1, given, tmp_path)
+    found = bench.describe(comparison, Setup([None], device="cpu"))
+    assert found["engine_args"] == {"dtype": "float32"} and not tells(str(found))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,27 @@ def test_verdicts(results, directory):
     # Its child is killed, too, and there for a moment longer.
     with contextlib.suppress(psutil.NoSuchProcess):
         child, ends = psutil.Process(int((directory / "child").read_text())), time.monotonic() + 30
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_proof_that_is_ended_leaves_nothing_running(items, tmp_path, at_once):
+    hanging = f"Item('hanging', '', 300, tests={items[NAMES.index('hanging')].node!r})"
+    lines = "from benchmarks.gpu import prove", "from benchmarks.gpu.items import Item"
+    lines += f"prove.ITEMS = [{hanging}]", "raise SystemExit(prove.main())"
+    options = "--output", str(tmp_path), "--at-once", str(at_once)
+    command = [sys.executable, "-c", "; ".join(lines), *options]
+    proof = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {TOY: "1"})
+    file, ends = tmp_path / "child", time.monotonic() + 120
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < ends and proof.poll() is None
+        time.sleep(0.1)
+    child = psutil.Process(int(file.read_text()))
+    proof.send_signal(signal.SIGTERM)
+    assert proof.wait(60) == 128 + signal.SIGTERM
+    with contextlib.suppress(psutil.NoSuchProcess):
         while child.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < ends
             time.sleep(0.05)

@@ -6,11 +6,12 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.bench_check import SETUP, make_comparison
 
-from benchmarks import plot, results, shared_engines, sweep
+from benchmarks import columns, plot, results, shared_engines, sweep
 from benchmarks.columns import Table
 from benchmarks.studies import demo, papers
 from benchmarks.studies.configs import fixed
@@ -114,10 +115,11 @@ def measure(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sweep, "started", started)
 
-    def run(configs="abc", dtype="auto"):
+    def run(configs="abc", dtype="auto", compiled=True):
         table = Table(tmp_path / "table.csv")
         groups = [Group(name, dict.fromkeys(configs, CONFIG), [0.0, 0.5]) for name in ("g", "h")]
-        sweep.fill(table, groups, argparse.Namespace(max_tokens=5, dtype=dtype), "wxyz", SETS)
+        chosen = argparse.Namespace(max_tokens=5, dtype=dtype, compiled=compiled)
+        sweep.fill(table, groups, chosen, "wxyz", SETS)
         return table.rows
 
     return run
@@ -138,9 +140,27 @@ def test_a_run_goes_on_where_it_was_stopped(measure, monkeypatch):
     assert len(measure()) == len(rows)
     with pytest.raises(KeyboardInterrupt):
         measure(dtype="another")
+    with pytest.raises(KeyboardInterrupt):
+        measure(compiled=False)
     monkeypatch.setattr(FakeEngines, "breaks_at", None)
     # A configuration that was left out is measured next to the others, which are measured again.
     assert len(measure("abcd")) == len(rows) // 4 * 5
+
+
+def test_what_runs_engines_in_turn_is_for_hosts(tmp_path, monkeypatch):
+    chosen = argparse.Namespace(
+        model="m", max_tokens=5, dtype="auto", compiled=True, output=tmp_path
+    )
+    prepared = mock.Mock(side_effect=lambda comparison: (comparison, replace(SETUP, device="GPU")))
+    monkeypatch.setattr(sweep.bench, "prepare", prepared)
+    with pytest.raises(SystemExit, match="engines take turns on the memory of a host"):
+        next(sweep.started.__wrapped__(chosen, {}, "w", temperatures=[0.0]))
+
+
+def test_lengths_are_those_of_the_highest_level_that_took_part():
+    lookup, unused = ({"requested": n, "drafted": 3 * n, "empty": 1} for n in (2, 0))
+    answer = mock.Mock(levels=[lookup, unused])
+    assert columns.chosen([answer, answer]) == {"draft_length": 3.0, "no_draft": 0.5}
 
 
 def test_the_demo_answers_every_prompt_and_shows_it(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`vllm-hsd verify --url`: servers whose model is a table, and slow: real ones."""
 
 import itertools
+from http.server import BaseHTTPRequestHandler
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from support.marks import slow_but
 from support.openai_server import running_server
 from support.soak_servers import two_models
-from support.stand_in_servers import LOGITS, Handler, stand_in
+from support.stand_in_servers import LOGITS, Handler, listening, stand_in
 
 from vllm_hsd.tools.audit.other_servers import connect
 from vllm_hsd.tools.audit.quantiles import token_ranges
@@ -127,6 +128,25 @@ def test_the_key_of_a_server_is_given(monkeypatch):
         monkeypatch.setenv("VLLM_API_KEY", "key")
         connect("--url", url)
     assert set(asked[: len(asked) // 2]) == {None} and set(asked[-2:]) == {"Bearer key"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "length", "message"),
+    [
+        (502, b"bad gateway", 4096, "refuses /v1/models: HTTP Error 502"),
+        (200, b'{"data": ["m"]}', 15, "answers with models without names"),
+    ],
+)
+def test_odd_answers_are_named(error, status, body, length, message):
+    class Odd(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with listening(Odd) as url:
+        assert message in error("--url", url, "--plain-url", url)
 
 
 def test_mistakes_are_named(error):

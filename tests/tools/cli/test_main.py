@@ -154,3 +154,9 @@ def test_exit_status(monkeypatch, capsys, outcome, status, said):
     monkeypatch.setattr("vllm_hsd.tools.cli.build.build_store", mock.Mock(side_effect=outcome))
     assert run("build", "store", "--target", "T", "--output", "O", "text") == status
     assert capsys.readouterr().err == said
+
+
+def test_an_error_of_the_package_is_no_verdict(monkeypatch, capsys):
+    monkeypatch.setattr("vllm_hsd.tools.cli.build.build_store", mock.Mock(side_effect=KeyError(7)))
+    assert run("build", "store", "--target", "T", "--output", "O", "text") == 4
+    assert capsys.readouterr().err.startswith("Traceback")

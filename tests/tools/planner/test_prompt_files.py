@@ -56,6 +56,7 @@ def test_prompts_that_are_cut_are_counted():
         ("p.jsonl", '{"prompt": "x"}\n{"prompt": ', "line 2 of .* is not JSON"),
         ("p.jsonl", "[" * 10**5, "line 1 of .* is not JSON"),
         ("p.jsonl", "9" * 5000, "line 1 of .* is not JSON"),
+        ("p.jsonl", '{"prompt": "\\ud800"}', "line 1 of .* is not JSON"),
         ("p.jsonl", '{"question": "x"}', "line 1 of .* has neither a 'prompt'"),
         ("p.jsonl", '{"turns": []}', "has neither"),
         ("p.jsonl", '{"prompt": "  "}', "has neither"),
@@ -157,6 +158,9 @@ def test_chats_use_the_template_where_there_is_one():
     assert tokenizer.decode(plain) == "<s>hi" and encode(tokenizer, chat) == plain
     tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}"
     assert tokenizer.decode(encode(tokenizer, chat)) == "hi:" and encode(tokenizer, "hi") == plain
+    tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    with pytest.raises(UserError, match=r"the chat template .* 'hi'.* [(]no system message[)]"):
+        encode(tokenizer, chat)
 
 
 def test_a_chat_for_a_tokenizer_whose_chats_are_no_text():

@@ -60,7 +60,9 @@ class Server:
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{option} '{url}' is not a URL such as http://localhost:8000.")
         served = self._read("/v1/models", None, "data", 0)
-        self.model = model or served.get("id")
+        if not isinstance(served, dict):
+            raise self._odd("models without names")
+        self.model: str = model or served.get("id", "")
         self.owner = served.get("owned_by", "")
 
     def version(self) -> str:
@@ -211,7 +213,10 @@ class Server:
                 request.add_unredirected_header("Authorization", f"Bearer {key}")
             return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
-            reason = brief(error.read().decode(errors="replace"))
+            try:
+                reason = brief(error.read().decode(errors="replace"))
+            except (OSError, http.client.HTTPException):
+                reason = brief(error)
             hint = "" if "logprobs" not in reason else f"; start it with --max-logprobs {LOGPROBS}"
             raise UserError(f"{self.option} refuses {path}: {reason}{hint}.") from None
         except (OSError, ValueError, http.client.HTTPException) as error:

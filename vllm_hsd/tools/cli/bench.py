@@ -41,6 +41,8 @@ DEFAULT_PROMPTS = (
 )
 # Lower ones above 0 are raised to it by vLLM.
 LEAST_TEMPERATURE = 0.01
+# Arguments of engines that may hold what no file is to show.
+SECRET = "hf_token", "hf_overrides"
 
 
 def add_parser(commands: Any) -> None:
@@ -156,7 +158,10 @@ def run(comparison: Comparison) -> int:
         1 if a configuration could not run, or its greedy outputs differ from those of no
         speculation (in 16 bits: elsewhere than at near ties of the target), else 0.
     """
-    comparison, setup = prepare(comparison, *bench_files.NAMES)
+    comparison, setup = prepare(comparison)
+    # Not where vLLM has refused: the files of an earlier run stay.
+    for name in bench_files.NAMES:
+        (comparison.output / name).unlink(missing_ok=True)
     results = Results(comparison, metadata=describe(comparison, setup))
     print("\n".join(bench_report.heading(results.metadata)), flush=True)
     chats = any(isinstance(prompt, list) for prompt in comparison.prompts)
@@ -277,5 +282,5 @@ def describe(comparison: Comparison, setup: Setup) -> dict[str, Any]:
         "max_tokens": comparison.max_tokens,
         "num_prompts": comparison.num_prompts,
         "rounds": comparison.rounds,
-        "engine_args": comparison.engine_args,
+        "engine_args": {k: v for k, v in comparison.engine_args.items() if k not in SECRET},
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from typing import Any
 
 from vllm_hsd import __version__
@@ -17,6 +18,7 @@ exit status:
        text beyond near ties, or `verify` found that a configuration is not lossless
   2    wrong arguments or input; one line on stderr says which and what to do
   3    `verify` found nothing, but too little was drafted to call that a pass
+  4    an error of this package, whose traceback is on stderr
   130  interrupted
 """
 
@@ -61,6 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{arguments.command}: interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        # 1, as Python has it, would be a verdict.
+        traceback.print_exc()
+        return 4
 
 
 def make_parser() -> CommandParser:

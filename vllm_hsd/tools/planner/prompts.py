@@ -77,7 +77,10 @@ def read_requests(path: str | Path) -> list[tuple[Prompt, dict[str, Any]]]:
 
 def _parsed(where: str, line: str) -> tuple[str, Any]:
     try:
-        return where, json.loads(line)
+        entry = json.loads(line)
+        # Half a pair of surrogates is no text.
+        json.dumps(entry, ensure_ascii=False).encode()
+        return where, entry
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({brief(error)}).") from None
 
@@ -101,15 +104,22 @@ def _request(where: str, entry: Any) -> tuple[Prompt, dict[str, Any]]:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; raises UserError if it has none.
+    """Token ids of a prompt; raises UserError if it has none, or the chat template refuses it.
 
     A chat goes through the tokenizer's chat template where it has one, else it is plain text.
     """
+    # A package of transformers, which is not imported where files are read.
+    import jinja2
+
     if isinstance(prompt, list) and not hasattr(tokenizer, "chat_template"):
         # vLLM's of Mistral's own format, whose chats are no text.
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
     elif isinstance(prompt, list) and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            fault = f"the chat template of the model refuses the prompt {prompt!r} ({brief(error)})"
+            raise UserError(f"{fault}: remove it.") from None
         ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         ids = tokenizer.encode(prompt if isinstance(prompt, str) else prompt[0]["content"])
