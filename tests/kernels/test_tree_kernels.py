@@ -55,12 +55,13 @@ def test_duplicate_draws_with_children(small_blocks):
 
 def test_degenerate_trees(small_blocks):
     """Invalid rows, empty slots, tokens outside the vocabulary, a separate draft temperature."""
-    batch = make_trees(10, 70, seed=1)
-    batch["temperature"] = torch.full((10,), 0.9)
+    batch = make_trees(20, 70, seed=1)
+    batch["temperature"] = torch.full((20,), 0.9)
     target, draft, tokens = (batch[k] for k in ("target_logits", "draft_logits", "tokens"))
     for change, tree in zip(UNUSABLE_ROWS.values(), (0, 8, 9), strict=True):
         change(target[tree, :1])
     target[1, 1] = float("nan")
+    target[range(10, 20), [1, 2, 3, 4, 5] * 2] = float("nan")
     target[2, 9] = -INF
     draft[3, 4, 3] = INF
     draft[4, 3] = float("nan")  # a leaf's proposal row is never read
@@ -68,7 +69,7 @@ def test_degenerate_trees(small_blocks):
     tokens[6, 0] = 70
     target[7, :, 10:] = -INF
     draft[7, :, :10] = -INF
-    draft_temperature = torch.full((10,), 0.9)
+    draft_temperature = torch.full((20,), 0.9)
     draft_temperature[4] = 0.5
     result = assert_matches(batch, draft_temperature=draft_temperature)
     assert result.token_ids[[0, 8, 9]].tolist() == [[0] + [-1] * 10] * 3

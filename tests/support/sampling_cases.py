@@ -10,7 +10,8 @@ from support.exact_joint_distribution import chi_square_p_value, joint_distribut
 
 from vllm_hsd.tools.audit.tiny_models import EOS
 
-# A correct sampler fails one comparison with this probability.
+# Of one comparison; a correct sampler fails one of some hundred samples with up to 2e-5 (simulated),
+# as cells of few samples have a heavier tail than chi-square's.
 SIGNIFICANCE = 1e-6
 MAX_TOKENS, COMPARED = 6, 4
 

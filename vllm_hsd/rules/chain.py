@@ -16,6 +16,8 @@ import torch
 
 from vllm_hsd.rules.residual import acceptance_probability, draw, is_normalized, ratio, residual
 
+METHODS = "block", "standard"
+
 
 def verify_chain(
     target: torch.Tensor,
@@ -44,7 +46,12 @@ def verify_chain(
     Returns:
         (tokens that are emitted, how many of them are the draft's): an accepted prefix and one more
         token; without it only where the target's row there is not normalized.
+
+    Raises:
+        ValueError: there is no such method.
     """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}, must be one of {', '.join(METHODS)}.")
     if not is_normalized(target[0]):
         return [int(target[0].argmax())], 0
     length = 0

@@ -96,9 +96,14 @@ def verify_tree(
     Returns:
         (tokens of the accepted nodes and one more, none after a row that is not normalized; numbers
         of the accepted nodes).
+
+    Raises:
+        ValueError: there is no such method.
     """
+    decide = {"traversal": _traverse, "recursive_rejection": _descend}.get(method)
+    if decide is None:
+        raise ValueError(f"method is {method!r}, must be traversal or recursive_rejection.")
     rows = TreeRows(target, draft, tree)
-    decide = _traverse if method == "traversal" else _descend
     node, row = decide(rows, uniforms)
     path = rows.path_to(node)
     tokens = [tree.tokens[n] for n in path]

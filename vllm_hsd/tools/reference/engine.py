@@ -17,6 +17,7 @@ import torch
 from vllm_hsd.cascade.counters import Count, LevelCounts
 from vllm_hsd.cascade.level import LevelOptions
 from vllm_hsd.rules import verify_tree
+from vllm_hsd.rules.chain import METHODS
 from vllm_hsd.tools.lookup_level import LookupLevel
 from vllm_hsd.tools.reference.batch import Level
 from vllm_hsd.tools.reference.cascade import Cascade
@@ -75,6 +76,10 @@ class ReferenceEngine:
     ) -> None:
         if draft_tree is None and len(levels) != len(options):
             raise ValueError(f"options has {len(options)} entries for {len(levels)} levels.")
+        if verifier not in METHODS:
+            raise ValueError(f"verifier is {verifier!r}, must be one of {', '.join(METHODS)}.")
+        if horizontal_tokens and len(levels) == 1 and draft_tree is None:
+            raise ValueError("horizontal_tokens continue the top level with level 0: give two.")
         for i, level in enumerate(levels):
             theirs = getattr(level, "encoder_decoder", None)
             if theirs is not None and theirs != getattr(target, "encoder_decoder", None):
