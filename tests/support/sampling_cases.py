@@ -10,8 +10,8 @@ from support.exact_joint_distribution import chi_square_p_value, joint_distribut
 
 from vllm_hsd.tools.audit.tiny_models import EOS
 
-# Of one comparison; a correct sampler fails one of some hundred samples with up to 2e-5 (simulated),
-# as cells of few samples have a heavier tail than chi-square's.
+# Of one comparison by the tail of chi-square, which few samples exceed: a correct sampler fails one
+# of some hundred with a probability of up to 2e-5 (simulated).
 SIGNIFICANCE = 1e-6
 MAX_TOKENS, COMPARED = 6, 4
 
