@@ -108,16 +108,13 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
 
     A chat goes through the tokenizer's chat template where it has one, else it is plain text.
     """
-    # A package of transformers, which is not imported where files are read.
-    import jinja2
-
     if isinstance(prompt, list) and not hasattr(tokenizer, "chat_template"):
         # vLLM's of Mistral's own format, whose chats are no text.
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
     elif isinstance(prompt, list) and tokenizer.chat_template:
         try:
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Its code is the model's.
             fault = f"the chat template of the model refuses the prompt {prompt!r} ({brief(error)})"
             raise UserError(f"{fault}: remove it.") from None
         ids = tokenizer.encode(text, add_special_tokens=False)
