@@ -232,7 +232,7 @@ class Server:
         if len(late) > 1 and missed.any():
             late[1] = times[1].seconds(missed.sum()) * missed / missed.sum()
         plan = self.budget.plan(slots, most, running, offer, late, _array(drafting, "left"))
-        self.budget.searched(count, searching, plan.gained)
+        self.budget.searched(count, running, searching, plan.gained)
         self.prices, selected = plan.further, plan.selection
         if not selected.levels:
             return (), ()

@@ -7,9 +7,10 @@ import pytest
 from support.drafting_levels import drafting_levels
 from support.simulated_serving import LENGTH
 
-from vllm_hsd.budget.constants import FIRST_PAUSE, LONGEST_PAUSE
+from vllm_hsd.budget.constants import FIRST_PAUSE, LONGEST_PAUSE, SEARCH_PAUSE
 from vllm_hsd.budget.draft_budget import DraftBudget
 from vllm_hsd.budget.prices import Round, cut, further_tokens
+from vllm_hsd.budget.trials import Searches
 from vllm_hsd.cascade.level import DraftingLevel, LookupResult
 
 
@@ -44,7 +45,29 @@ def test_a_further_round_is_worth_all_tokens_that_it_adds(emitted, worth):
 def test_a_search_that_the_clock_does_not_see_is_no_reason_to_stop():
     budget = DraftBudget([DraftingLevel(8, 8, looks_up=True)], 4)
     budget.times[-1].observe(1, 0.03)
-    budget.searched(1, 0.0, 0.5)
+    budget.searched(1, 1, 0.0, 0.5)
+
+
+def test_all_requests_that_run_wait_for_a_search():
+    budget = DraftBudget([DraftingLevel(8, 8, looks_up=True)], 16)
+    for running in (1, 16):
+        budget.times[-1].observe(running, 0.1)
+    budget.searched(1, 16, 0.01, 0.0)
+    ((_, cost),) = budget.searches.known.values()
+    assert cost == pytest.approx(16 * 0.01 / 0.1)
+
+
+def test_searches_of_a_size_that_pays_do_not_put_off_those_of_another():
+    searches = Searches()
+    for _ in range(100):
+        searches.observe(0, 1, 0.0, 1.0)
+    found = []
+    for _ in range(3 * (SEARCH_PAUSE + 1)):
+        searches.observe(1, 1, 2.0, 1.0)
+        if searches.due(0):
+            searches.observe(0, 1, 0.0, 1.0)
+            found.append(searches.due(1))
+    assert found == [True] * 3
 
 
 def test_requests_without_drafts_are_in_the_goodput_of_their_batch():

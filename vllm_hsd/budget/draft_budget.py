@@ -392,12 +392,15 @@ class DraftBudget:
             self.trials.wait(self.rows[0, self.target])
         return due
 
-    def searched(self, size: int, seconds: float, gained: float) -> None:
-        """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`."""
+    def searched(self, size: int, running: int, seconds: float, gained: float) -> None:
+        """Learn from a search of lookups for `size` requests, and what it gained, see `Plan`.
+
+        All `running` requests of the step wait for it.
+        """
         self.times[0].observe(size, seconds)
         # A clock may be too coarse to see a search.
         if not (self.feeds or self.times[0].empty or self.times[-1].empty):
-            cost = self.goodput[-1].rate(size) * self.times[0].seconds(size)
+            cost = self.goodput[-1].rate(running) * self.times[0].seconds(size)
             self.searches.observe(self.times[0].nearest(size), size, gained, cost)
 
     def _count(self, level: int, verifier: int, requested: np.ndarray, drafted: np.ndarray) -> None:

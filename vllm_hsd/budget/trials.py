@@ -68,14 +68,15 @@ class Searches:
     def __init__(self) -> None:
         # By batch size: tokens gained and their price, of the last searches.
         self.known: dict[int, tuple[float, float]] = {}
-        self.pause = 0
+        # Searches of one size tell nothing of another, and do not put them off.
+        self.pauses: dict[int, int] = {}
 
     def due(self, size: int) -> bool:
         """Whether lookups search in this step, of a batch of about this size; a step has passed."""
         gained, cost = self.known.get(size, (0.0, 0.0))
-        if gained >= cost or not self.pause:
+        if gained >= cost or not self.pauses[size]:
             return True
-        self.pause -= 1
+        self.pauses[size] -= 1
         return False
 
     def observe(self, size: int, requests: int, gained: float, cost: float) -> None:
@@ -84,4 +85,4 @@ class Searches:
         before = self.known.get(size, (cost / (1 - constants.MEMORY) / requests, 0.0))
         own, price = (constants.MEMORY * each for each in before)
         self.known[size] = own + gained, price + cost
-        self.pause = constants.SEARCH_PAUSE
+        self.pauses[size] = constants.SEARCH_PAUSE

@@ -126,7 +126,7 @@ class HostBudget:
             self.searching = clock.seconds() - began
             # Of lookups alone nothing is planned where nothing is searched for.
             cost = self.searching if alone else searching
-            self.budget.searched(len(slots), cost, plan.gained)
+            self.budget.searched(len(slots), running, cost, plan.gained)
         if selected.levels and program.thresholds is not None:
             # Entropies of a draft are those of all levels.
             selected = replace(program.everything, most=selected.most)
