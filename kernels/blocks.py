@@ -26,7 +26,7 @@ MAX_VOCAB_SIZE = 2**24
 
 def tile_shape(vocab_size: int) -> tuple[int, int, int]:
     """(entries per chunk, entries per block, chunks per row); the first two are powers of two."""
-    chunk = min(CHUNK, max(32, triton.next_power_of_2(vocab_size)))
+    chunk = min(CHUNK, max(32, padded_size(vocab_size)))
     return chunk, min(BLOCK, chunk), triton.cdiv(vocab_size, chunk)
 
 

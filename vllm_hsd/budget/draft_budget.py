@@ -142,9 +142,10 @@ class DraftBudget:
         feeders, seconds = self._cheapest_paths(slots, running, offer, late / left)
 
         def gain(top: int, most: np.ndarray) -> tuple[float, np.ndarray, float]:
+            most = most * (top >= first)
             return self._gain(top, slots, most, verify, rate * seconds[top], offer)
 
-        gains, costs = [gain(top, most * (top >= first)) for top in range(target)], rate * late
+        gains, costs = [gain(top, most) for top in range(target)], rate * late
         # A step without drafts takes the time of so many tokens of a request, and gives one.
         worth = []
         for net, _, accepted in [*gains, (0.0, most, 0.0)]:

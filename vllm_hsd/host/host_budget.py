@@ -118,14 +118,14 @@ class HostBudget:
                     self.branches.none(state)
                     self.budget.branch_tokens[slots] = 0
                 return StepLevels()
-            searching = clock.seconds() - began
+            search = clock.seconds() - began
         late = self._late(program, len(slots))
         plan = _agreed(partial(self.budget.plan, slots, most, running, offer, late, left[drafts]))
         selected, self.further = plan.selection, plan.further
         if offer is not None:
             self.searching = clock.seconds() - began
             # Of lookups alone nothing is planned where nothing is searched for.
-            cost = self.searching if alone else searching
+            cost = self.searching if alone else search
             self.budget.searched(len(slots), running, cost, plan.gained)
         if selected.levels and program.thresholds is not None:
             # Entropies of a draft are those of all levels.
